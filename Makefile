@@ -1,0 +1,53 @@
+# Every target makes the virtual environment that it needs, with the versions of constraints.txt.
+
+PYTHON ?= python3
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-oldest lint format clean
+
+## demo: complete held-out code by plain generate() and by ddtree, with the pair that ships
+demo: .venv/user.stamp
+	.venv/bin/hf-ddtree demo
+
+## test: the whole test suite
+test: .venv/dev.stamp
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+## test-oldest: the core tests with the oldest supported Transformers
+test-oldest: .venv-oldest/dev.stamp
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -m core
+
+## lint: style and types
+lint: .venv/dev.stamp
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+## format: rewrite the sources in the house style
+format: .venv/dev.stamp
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+clean:
+	rm -rf .venv .venv-oldest
+
+.venv/user.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python $(PIP_INSTALL) -c constraints.txt torch
+	.venv/bin/python $(PIP_INSTALL) -c constraints.txt -e .
+	touch $@
+
+# dflash is the reference that the drafter is tested against. Its own dependencies are heavy, and no test needs them.
+.venv/dev.stamp: .venv/user.stamp
+	.venv/bin/python $(PIP_INSTALL) -c constraints.txt -e ".[dev]"
+	.venv/bin/python $(PIP_INSTALL) --no-deps dflash==0.1.0
+	touch $@
+
+# constraints.txt, except where constraints-oldest.txt says otherwise.
+.venv-oldest/dev.stamp: pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	grep -vE "^($$(sed -n 's/==.*//p' constraints-oldest.txt | paste -sd '|'))==" constraints.txt \
+		| cat - constraints-oldest.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python $(PIP_INSTALL) -c .venv-oldest/constraints.txt torch
+	.venv-oldest/bin/python $(PIP_INSTALL) -c .venv-oldest/constraints.txt -e ".[accelerate,test]"
+	touch $@
