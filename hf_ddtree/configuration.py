@@ -1,0 +1,79 @@
+"""Every knob of tree decoding, in one place and validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+TreeShape = Literal["best_first", "spine_first", "chain"]
+TREE_SHAPES: tuple[str, ...] = get_args(TreeShape)
+
+
+@dataclass(frozen=True)
+class DDTreeConfig:
+    """The knobs of tree decoding; each is also accepted as a plain keyword of `generate()`.
+
+    Args:
+        tree_budget: Most nodes drafted in one round, the root excluded. At least 1.
+        tree_shape: How the budget is spent. `"best_first"` takes the most probable prefixes (DDTree,
+            arXiv:2604.12989), `"spine_first"` takes the whole top-1 chain and then the most probable of the other
+            prefixes, `"chain"` takes the top-1 chain alone.
+        tree_top_k: Most candidate tokens considered at each depth. By default as many as can matter under the budget.
+        draft_length: Depth of the deepest node. By default as deep as the drafter looks ahead.
+        return_trees: Whether the output's `ddtree_stats` keeps the tree of every round.
+
+    Raises:
+        ValueError: If a knob has a value that is not allowed.
+    """
+
+    tree_budget: int = 16
+    tree_shape: TreeShape = "best_first"
+    tree_top_k: int | None = None
+    draft_length: int | None = None
+    return_trees: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive_int("tree_budget", self.tree_budget)
+        require_tree_shape("tree_shape", self.tree_shape)
+        if self.tree_top_k is not None:
+            require_positive_int("tree_top_k", self.tree_top_k, or_none=True)
+        if self.draft_length is not None:
+            require_positive_int("draft_length", self.draft_length, or_none=True)
+        if not isinstance(self.return_trees, bool):
+            raise ValueError(f"`return_trees` must be True or False, but is {self.return_trees!r}.")
+
+    @classmethod
+    def knobs(cls) -> tuple[str, ...]:
+        """Names of all knobs."""
+        return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> tuple[DDTreeConfig, dict[str, Any]]:
+        """Splits keyword arguments into a configuration and the keyword arguments that are no knobs.
+
+        Raises:
+            ValueError: If a knob has a value that is not allowed.
+        """
+        known = cls.knobs()
+        rest = {name: value for name, value in kwargs.items() if name not in known}
+        return cls(**{name: value for name, value in kwargs.items() if name in known}), rest
+
+    def to_dict(self) -> dict[str, Any]:
+        """All knobs by name."""
+        return asdict(self)
+
+
+def require_positive_int(name: str, value: object, or_none: bool = False) -> None:
+    """Raises `ValueError` unless `value` is an integer of at least 1; `bool` does not count as one."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return
+    alternative = ", or None for the default" if or_none else ""
+    raise ValueError(f"`{name}` must be an integer of at least 1{alternative}, but is {value!r}.")
+
+
+def require_tree_shape(name: str, value: object) -> None:
+    """Raises `ValueError` unless `value` is one of `TREE_SHAPES`."""
+    if value not in TREE_SHAPES:
+        allowed = ", ".join(map(repr, TREE_SHAPES))
+        raise ValueError(f"`{name}` must be one of {allowed}, but is {value!r}.")

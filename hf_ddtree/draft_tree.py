@@ -1,0 +1,358 @@
+"""The token tree of one round, and how it is built from a drafter's distributions.
+
+Pure topology: nothing here knows a model. All tensors live on the CPU.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .configuration import TreeShape, require_positive_int, require_tree_shape
+
+
+class DraftTree:
+    """Drafted continuations of one sequence that share prefixes.
+
+    Node 0 is the root, the last emitted token; the other nodes are drafted. Parents come before children, and
+    siblings hold distinct tokens.
+
+    The constructor trusts its arguments, as builders know what they made; `from_parents` checks them.
+
+    Args:
+        token_ids: `(n,)` int64, the token of each node.
+        parents: `(n,)` int64, the parent of each node; -1 for the root.
+        log_probs: `(n,)` float32, natural logarithm of the probability that the drafter gives to the path from the
+            root to each node: 0 at the root, never rising from parent to child. All zeros by default.
+    """
+
+    def __init__(self, token_ids: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> None:
+        self.token_ids = token_ids
+        self.parents = parents
+        self.log_probs = torch.zeros(len(token_ids)) if log_probs is None else log_probs
+
+    @classmethod
+    def from_parents(
+        cls,
+        token_ids: Tensor | list[int],
+        parents: Tensor | list[int],
+        log_probs: Tensor | list[float] | None = None,
+    ) -> DraftTree:
+        """Builds a tree from its parts and checks all that a `DraftTree` promises.
+
+        Args:
+            token_ids: `(n,)` integers.
+            parents: `(n,)` integers.
+            log_probs: `(n,)` floats, or None if all paths count as equally probable.
+
+        Raises:
+            ValueError: If the parts make no tree; the message says which part, where, and what is allowed.
+        """
+        tokens = _integer_vector("token_ids", token_ids)
+        parent_ids = _integer_vector("parents", parents)
+        if len(tokens) == 0:
+            raise ValueError("`token_ids` is empty, but a tree has at least its root. Pass the root's token first.")
+        if len(parent_ids) != len(tokens):
+            raise ValueError(
+                f"`parents` has {len(parent_ids)} entries for {len(tokens)} `token_ids`. Pass one parent a node."
+            )
+        if (tokens < 0).any():
+            node = int(np.flatnonzero(tokens < 0)[0])
+            raise ValueError(f"`token_ids[{node}]` is {tokens[node]}. Token ids are at least 0.")
+        if parent_ids[0] != -1:
+            raise ValueError(f"`parents[0]` is {parent_ids[0]}. Node 0 is the root, so its parent must be -1.")
+        misplaced = (parent_ids[1:] < 0) | (parent_ids[1:] >= np.arange(1, len(tokens)))
+        if misplaced.any():
+            node = int(np.flatnonzero(misplaced)[0]) + 1
+            raise ValueError(
+                f"`parents[{node}]` is {parent_ids[node]}, but must be between 0 and {node - 1}. Order the nodes so "
+                "that parents come before children, under one root."
+            )
+        edges = list(zip(parent_ids[1:].tolist(), tokens[1:].tolist()))
+        if len(set(edges)) < len(edges):
+            parent, token = next(edge for i, edge in enumerate(edges) if edge in edges[:i])
+            raise ValueError(
+                f"Node {parent} has two children with token {token} in `token_ids`. Merge siblings with equal tokens."
+            )
+        return cls(
+            torch.from_numpy(tokens),
+            torch.from_numpy(parent_ids),
+            None if log_probs is None else _path_log_probs(log_probs, parent_ids),
+        )
+
+    @classmethod
+    def root_only(cls, token_id: int) -> DraftTree:
+        """A tree with nothing drafted."""
+        return cls(torch.tensor([token_id]), torch.tensor([-1]))
+
+    def __len__(self) -> int:
+        """Number of nodes, the root included."""
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return f"DraftTree(num_drafted={self.num_drafted}, depth={int(self.depths.max())})"
+
+    @property
+    def num_drafted(self) -> int:
+        """Number of nodes without the root."""
+        return len(self) - 1
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node's parent is the node before it, so that causal attention is tree attention."""
+        return self._parent_list == list(range(-1, len(self) - 1))
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """`(n,)` int64, the number of edges from the root to each node."""
+        depths = [0]
+        for parent in self._parent_list[1:]:
+            depths.append(depths[parent] + 1)
+        return torch.tensor(depths)
+
+    @cached_property
+    def ancestor_mask(self) -> Tensor:
+        """`(n, n)` bool; row `i` marks node `i` and its ancestors."""
+        if self.is_chain:
+            return torch.from_numpy(np.tri(len(self), dtype=bool))
+        mask = np.zeros((len(self), len(self)), dtype=bool)
+        mask[0, 0] = True
+        for node, parent in enumerate(self._parent_list[1:], start=1):
+            mask[node] = mask[parent]
+            mask[node, node] = True
+        return torch.from_numpy(mask)
+
+    def child_with_token(self, node: int, token: int) -> int | None:
+        """The child of `node` that holds `token`, if there is one."""
+        return self._child_by_edge.get((node, token))
+
+    def children(self, node: int) -> list[int]:
+        """The children of `node`, in node order."""
+        return torch.nonzero(self.parents == node).flatten().tolist()
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to `node`, both included."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self._parent_list[node]
+        return path[::-1]
+
+    def tokens_of(self, path: list[int]) -> list[int]:
+        """The tokens of the nodes in `path`."""
+        return self.token_ids[path].tolist()
+
+    def truncate(self, budget: int) -> DraftTree:
+        """The tree of the `budget` most probable drafted nodes, in the same order; itself if it has no more.
+
+        Among equally probable nodes the earlier ones are kept. As no node is more probable than its parent, what is
+        kept is a tree.
+
+        Raises:
+            ValueError: If `budget` is no integer of at least 1.
+        """
+        require_positive_int("budget", budget)
+        if self.num_drafted <= budget:
+            return self
+        best = np.argsort(-self.log_probs.numpy(), kind="stable")
+        kept = np.sort(np.concatenate(([0], best[best > 0][:budget])))
+        parents = np.concatenate(([-1], kept.searchsorted(self.parents.numpy()[kept[1:]])))
+        return DraftTree(self.token_ids[kept], torch.from_numpy(parents), self.log_probs[kept])
+
+    @cached_property
+    def _parent_list(self) -> list[int]:
+        return self.parents.tolist()
+
+    @cached_property
+    def _child_by_edge(self) -> dict[tuple[int, int], int]:
+        edges = zip(self._parent_list, self.token_ids.tolist())
+        return {edge: node for node, edge in enumerate(edges)}
+
+
+def top_candidates(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The most probable tokens at each depth, with one top-k, one log-normaliser and one transfer to the host.
+
+    Args:
+        logits: `(..., depth, vocab)`, any floating dtype, any device. Leading dimensions are rows of a batch.
+        top_k: Number of candidates a depth; a smaller vocabulary gives as many as it has. A tree of `budget` nodes
+            never holds a token that is not among the `budget` best of its depth.
+
+    Returns:
+        `log_probs (..., depth, k)` float32, descending along `k`, normalised over the whole vocabulary, and
+        `token_ids (..., depth, k)` int64, both on the CPU.
+
+    Raises:
+        ValueError: If `top_k` is no integer of at least 1.
+    """
+    require_positive_int("top_k", top_k)
+    logits = logits.detach().float()
+    top, token_ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+    log_probs = (top - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
+    host = torch.stack((log_probs.view(torch.int32), token_ids.int())).cpu()
+    return host[0].view(torch.float32), host[1].long()
+
+
+def build_tree(
+    log_probs: Tensor,
+    token_ids: Tensor,
+    root_token_id: int,
+    budget: int,
+    shape: TreeShape = "best_first",
+    draft_length: int | None = None,
+) -> DraftTree:
+    """Builds the token tree of one round from one distribution a depth (DDTree, arXiv:2604.12989, algorithm 1).
+
+    The probability of a prefix is the product of its tokens' probabilities at their depths. `"best_first"` keeps the
+    `budget` most probable prefixes; ties go to the smaller depth, then to the more probable parent, then to the better
+    candidate. `"spine_first"` keeps the most probable token of every depth and spends what is left best-first, and
+    `"chain"` keeps the former alone. Candidates of probability zero are never drafted, so a tree can be smaller than
+    its budget.
+
+    The nodes of the result are ordered by depth, then by falling probability.
+
+    The search goes one depth at a time, with all of the depth's prefixes in one array. The candidate of rank `r` below
+    the prefix of rank `p` comes after all pairs of ranks up to `p` and `r`, so it can only be among the `budget` best
+    if `(p + 1) * (r + 1) <= budget`: about `budget * ln(budget)` pairs a depth, whatever the number of candidates.
+
+    Args:
+        log_probs: `(depth, k)`, log-probabilities, descending along `k`; -inf for what must not be drafted.
+        token_ids: `(depth, k)` integers, the tokens they belong to, distinct within a depth.
+        root_token_id: Token of the root, the last emitted one.
+        budget: Most nodes to draft, the root excluded.
+        shape: `"best_first"`, `"spine_first"` or `"chain"`.
+        draft_length: Depth of the deepest node, at most (and by default) `depth`.
+
+    Raises:
+        ValueError: If an argument is not as described.
+    """
+    require_positive_int("budget", budget)
+    require_tree_shape("shape", shape)
+    if draft_length is not None:
+        require_positive_int("draft_length", draft_length, or_none=True)
+    costs, tokens = _checked_candidates(log_probs, token_ids)
+    depth, width = costs.shape
+    depth = min(depth, budget, draft_length or depth)
+    width = 1 if shape == "chain" else min(width, budget)
+    keep_spine = shape == "spine_first"
+    pair_parent, pair_rank, pair_count = _rank_pairs(budget, width)
+
+    # A prefix is known by its place in the concatenation of all levels; level 0 is the root.
+    level_costs = [np.zeros(1, dtype=np.float32)]
+    level_pairs = []
+    cheapest = level_costs[0][:0]
+    limit = np.float32(np.inf)
+    for level in range(depth):
+        frontier = level_costs[-1]
+        pairs = pair_count[len(frontier)]
+        pair_costs = frontier.take(pair_parent[:pairs])
+        pair_costs += costs[level].take(pair_rank[:pairs])
+        within = (pair_costs < limit).nonzero()[0]
+        if keep_spine and len(within) == 0 and pair_costs[0] < np.inf:
+            within = np.zeros(1, dtype=np.int64)
+        if len(within) == 0:
+            break
+        if len(within) > 1:
+            within = within.take(pair_costs.take(within).argsort(kind="stable")[:budget])
+        level_pairs.append(within)
+        level_costs.append(pair_costs.take(within))
+        cheapest = np.concatenate((cheapest, level_costs[-1]))
+        if len(cheapest) >= budget:
+            cheapest.partition(budget - 1)
+            cheapest = cheapest[:budget]
+            limit = cheapest[-1]
+
+    sizes = np.array([len(level) for level in level_costs])
+    starts = sizes.cumsum() - sizes
+    path_costs = np.concatenate(level_costs)
+    priority = path_costs.copy()
+    if keep_spine:
+        priority[starts] = -np.inf
+    kept = priority.argsort(kind="stable")[: budget + 1]
+    kept.sort()
+    drafted = kept[1:] - 1
+    if len(drafted) == 0:
+        return DraftTree.root_only(root_token_id)
+    pair = np.concatenate(level_pairs).take(drafted)
+    step = np.arange(len(level_pairs)).repeat(sizes[1:]).take(drafted)
+    parents = starts.take(step) + pair_parent.take(pair)
+    return DraftTree(
+        torch.from_numpy(np.concatenate(([root_token_id], tokens[step, pair_rank.take(pair)]))),
+        torch.from_numpy(np.concatenate(([-1], kept.searchsorted(parents)))),
+        torch.from_numpy(-path_costs.take(kept)),
+    )
+
+
+@lru_cache(maxsize=256)
+def _rank_pairs(budget: int, width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Pairs (parent rank, candidate rank) that can be among the `budget` best, by parent rank, then candidate rank.
+
+    Returns:
+        Parent ranks and candidate ranks, both `(pairs,)` int64, and for each number of parents, from 0 to `budget`,
+        how many of the pairs come from that many first parents.
+    """
+    ranks_per_parent = np.minimum(budget // np.arange(1, budget + 1), width)
+    ends = np.concatenate(([0], np.cumsum(ranks_per_parent)))
+    parent_ranks = np.repeat(np.arange(budget), ranks_per_parent)
+    return parent_ranks, np.arange(ends[-1]) - ends[parent_ranks], ends.tolist()
+
+
+def _checked_candidates(log_probs: Tensor, token_ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Costs, which are negated log-probabilities, and tokens, both `(depth, k)`."""
+    if log_probs.ndim != 2 or 0 in log_probs.shape:
+        raise ValueError(
+            f"`log_probs` has shape {tuple(log_probs.shape)}, but must have shape (depth, k), neither of them 0."
+        )
+    if token_ids.shape != log_probs.shape:
+        raise ValueError(
+            f"`token_ids` has shape {tuple(token_ids.shape)}, but must have that of `log_probs`, "
+            f"{tuple(log_probs.shape)}."
+        )
+    candidates = log_probs.detach().to("cpu", torch.float32).numpy()
+    tokens = token_ids.detach().to("cpu", torch.int64).numpy()
+    highest = candidates.max()
+    if np.isnan(highest):
+        raise ValueError("`log_probs` holds NaN. Look for infinities in the logits they were made from.")
+    if highest > 0:
+        raise ValueError(
+            f"`log_probs` holds {highest}, but logarithms of probabilities are at most 0. Normalise them first, as "
+            "`top_candidates` does."
+        )
+    if (candidates[:, 1:] > candidates[:, :-1]).any():
+        raise ValueError("`log_probs` must descend along `k`. Sort the candidates of each depth, best first.")
+    in_order = np.sort(tokens, axis=1)
+    if (in_order[:, 1:] == in_order[:, :-1]).any():
+        raise ValueError("`token_ids` holds a token twice at one depth. Keep the more probable of the two.")
+    return -candidates, tokens
+
+
+def _integer_vector(name: str, values: Tensor | list[int]) -> np.ndarray:
+    tensor = torch.as_tensor(values)
+    if tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+        raise ValueError(f"`{name}` has dtype {tensor.dtype}, but must hold integers.")
+    if tensor.ndim != 1:
+        raise ValueError(f"`{name}` has shape {tuple(tensor.shape)}, but must be one-dimensional: an entry a node.")
+    return tensor.to("cpu", torch.int64).numpy()
+
+
+def _path_log_probs(log_probs: Tensor | list[float], parents: np.ndarray) -> Tensor:
+    tensor = torch.as_tensor(log_probs, dtype=torch.float32, device="cpu")
+    if tensor.shape != parents.shape:
+        raise ValueError(
+            f"`log_probs` has shape {tuple(tensor.shape)}, but must have shape {parents.shape}: an entry a node."
+        )
+    values = tensor.numpy()
+    if np.isnan(values).any():
+        raise ValueError(f"`log_probs[{np.flatnonzero(np.isnan(values))[0]}]` is NaN, but must be a number up to 0.")
+    if values[0] != 0:
+        raise ValueError(f"`log_probs[0]` is {values[0]}, but the root is given, so its log-probability must be 0.")
+    rising = values[1:] > values[parents[1:]]
+    if rising.any():
+        node = int(np.flatnonzero(rising)[0]) + 1
+        raise ValueError(
+            f"`log_probs[{node}]` is {values[node]}, more than its parent's {values[parents[node]]}. Pass the "
+            "log-probability of the path from the root, not of the last token alone."
+        )
+    return tensor
