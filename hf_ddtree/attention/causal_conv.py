@@ -1,0 +1,61 @@
+"""A short causal convolution along the paths of a tree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from .tree_batch import TreeBatch
+
+
+def ancestor_windows(trees: TreeBatch, kernel_size: int, num_cached: int) -> Tensor:
+    """For each node, where the inputs of its convolution stand: its nearest ancestors, continued into the cache.
+
+    Args:
+        trees: The round's trees.
+        kernel_size: Width of the convolution.
+        num_cached: Number of cached inputs in front of the nodes', at least `kernel_size - 1`.
+
+    Returns:
+        `(batch, n, kernel_size)` int64 indices into the cached inputs followed by the nodes', oldest first.
+    """
+    # The ancestor of a node at depth d is the only one of its ancestors at that depth.
+    offsets = torch.arange(1 - kernel_size, 1, device=trees.depths.device)
+    wanted_depth = trees.depths[..., None] + offsets
+    at_depth = trees.depths[:, None, None, :] == wanted_depth[..., None]
+    node = (at_depth & trees.ancestor_mask[:, :, None, :]).int().argmax(dim=-1)
+    return num_cached + torch.where(wanted_depth >= 0, node, wanted_depth)
+
+
+def tree_causal_conv(
+    hidden_states: Tensor,
+    weight: Tensor,
+    windows: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Convolves each node's window of its own path.
+
+    Args:
+        hidden_states: `(batch, channels, cached + n)`, the cached inputs followed by the nodes'.
+        weight: `(channels, kernel_size)`.
+        windows: `(batch, n, kernel_size)`, from `ancestor_windows`.
+        bias: `(channels,)`.
+        activation: Name of an activation in Transformers' `ACT2FN`.
+
+    Returns:
+        `(batch, channels, n)` in the dtype of `hidden_states`.
+    """
+    inputs = hidden_states.to(weight.dtype)
+    batch_size, num_channels, _ = inputs.shape
+    if batch_size == 1:
+        gathered = inputs.index_select(2, windows.flatten())
+    else:
+        gathered = inputs.gather(2, windows.flatten(1)[:, None].expand(-1, num_channels, -1))
+    output = (gathered.view(batch_size, num_channels, *windows.shape[1:]) * weight[:, None]).sum(-1)
+    if bias is not None:
+        output = output + bias[:, None]
+    if activation is not None:
+        output = ACT2FN[activation](output)
+    return output.to(hidden_states.dtype)

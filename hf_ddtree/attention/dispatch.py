@@ -1,0 +1,141 @@
+"""Leads the calls that a model's stateful layers make to the tree operators while a tree is being verified.
+
+Every hybrid model in Transformers calls module-level functions for its convolutions and recurrences. Each is wrapped
+once by a dispatcher that asks a context variable whether a tree is active: if none is, the original runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .causal_conv import ancestor_windows, tree_causal_conv
+from .gated_delta_rule import DeltaFactors, tree_gated_delta_rule
+from .tree_batch import TreeBatch
+
+
+class TreePass:
+    """One forward of a tree: what the stateful layers need, and what they leave for the commit.
+
+    Attributes:
+        trees: The round's trees.
+        delta_factors: One entry a layer with a gated delta rule, in the order of the layers.
+        num_convolutions: How many convolutions went through the tree operator.
+    """
+
+    def __init__(self, trees: TreeBatch) -> None:
+        self.trees = trees
+        self.delta_factors: list[DeltaFactors] = []
+        self.num_convolutions = 0
+        self._windows: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._ancestor_masks: dict[torch.device, Tensor] = {}
+
+    def windows(self, kernel_size: int, num_cached: int, device: torch.device) -> Tensor:
+        """`ancestor_windows`, made once for all layers that are alike."""
+        key = kernel_size, num_cached, device
+        if key not in self._windows:
+            self._windows[key] = ancestor_windows(self.trees, kernel_size, num_cached).to(device)
+        return self._windows[key]
+
+    def ancestor_mask(self, device: torch.device) -> Tensor:
+        """The ancestor mask on a layer's device."""
+        if device not in self._ancestor_masks:
+            self._ancestor_masks[device] = self.trees.ancestor_mask.to(device)
+        return self._ancestor_masks[device]
+
+
+_active: ContextVar[TreePass | None] = ContextVar("hf_ddtree_tree_pass", default=None)
+
+
+@contextmanager
+def active(tree_pass: TreePass) -> Iterator[None]:
+    """Sends this context's calls to the tree operators. Other threads and tasks are not affected."""
+    token = _active.set(tree_pass)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def _gated_delta_rule(
+    tree_pass: TreePass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    ancestor_mask = tree_pass.ancestor_mask(query.device)
+    output, factors = tree_gated_delta_rule(
+        query, key, value, g, beta, ancestor_mask, initial_state, use_qk_l2norm_in_kernel
+    )
+    tree_pass.delta_factors.append(factors)
+    # Which path the target takes is not known yet, so the state goes back as it came.
+    return output, initial_state
+
+
+def _causal_conv(
+    tree_pass: TreePass,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    num_cached = hidden_states.shape[-1] - tree_pass.trees.num_nodes
+    windows = tree_pass.windows(weight.shape[-1], num_cached, hidden_states.device)
+    tree_pass.num_convolutions += 1
+    return tree_causal_conv(hidden_states, weight, windows, bias, activation)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": _gated_delta_rule,
+    "causal_conv1d_fn": _causal_conv,
+}
+
+_lock = threading.Lock()
+_originals: dict[tuple[ModuleType, str], Callable[..., Any]] = {}
+
+
+def install(model: nn.Module) -> None:
+    """Wraps the functions that the model's layers call; what is wrapped already stays as it is."""
+    modeling_modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    with _lock:
+        for modeling_module in modeling_modules:
+            for name, operator in OPERATORS.items():
+                original = getattr(modeling_module, name, None)
+                if original is not None and (modeling_module, name) not in _originals:
+                    _originals[modeling_module, name] = original
+                    setattr(modeling_module, name, _dispatcher(original, operator))
+
+
+def uninstall() -> None:
+    """Puts back every function that `install` wrapped."""
+    with _lock:
+        for (modeling_module, name), original in _originals.items():
+            setattr(modeling_module, name, original)
+        _originals.clear()
+
+
+def _dispatcher(original: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def dispatcher(*args: Any, **kwargs: Any) -> Any:
+        tree_pass = _active.get()
+        if tree_pass is None:
+            return original(*args, **kwargs)
+        return operator(tree_pass, *args, **kwargs)
+
+    return dispatcher

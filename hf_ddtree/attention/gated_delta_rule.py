@@ -1,0 +1,125 @@
+"""The gated delta rule over a tree in one pass.
+
+Along a path the state is `S_i = exp(g_i) (I - b_i k_i k_i^T) S_parent + b_i k_i v_i^T` and the output
+`o_i = q_i^T S_i / sqrt(d_k)` (Gated Delta Networks, arXiv:2412.06464, equation 10). The chunked form of the rule holds for a
+tree as well once the ancestor mask takes the place of the causal triangle: with `G_i` the sum of `g` over node `i` and
+its ancestors, and `P_ij = exp(G_i - G_j)` where `j` is `i` or an ancestor of it and 0 elsewhere,
+
+    U = (I + strictly_lower[b_i (k_i . k_j) P_ij])^-1 [b_i v_i - b_i exp(G_i) k_i^T S_0]
+    O = exp(G) (Q S_0) + [(q_i . k_j) P_ij] U
+
+and the state after a path `p` that ends in node `l` is
+
+    S = exp(G_l) S_0 + sum over j in p of exp(G_l - G_j) k_j u_j^T.
+
+A node has one `u` whatever path goes on below it, so nothing is computed again when the path is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DeltaFactors:
+    """What a layer keeps of a tree until one path is committed: `n (d_k + d_v + 1)` floats a head, all float32.
+
+    Attributes:
+        cumulative_decay: `G`, `(batch, heads, n)`.
+        keys: `k`, normalised if the layer does so, `(batch, heads, n, d_k)`.
+        updates: `u`, `(batch, heads, n, d_v)`.
+    """
+
+    cumulative_decay: Tensor
+    keys: Tensor
+    updates: Tensor
+
+
+def tree_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    ancestor_mask: Tensor,
+    initial_state: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, DeltaFactors]:
+    """Outputs of all nodes of a tree, and the factors from which any path's state can be made.
+
+    Args:
+        query, key: `(batch, n, key_heads, d_k)`, any floating dtype; computed in float32.
+        value: `(batch, n, heads, d_v)`; `heads` is a multiple of `key_heads`.
+        g: `(batch, n, heads)`, logarithm of the decay, at most 0.
+        beta: `(batch, n, heads)`, write strength.
+        ancestor_mask: `(batch, n, n)` bool, nodes in topological order; row `i` marks node `i` and its ancestors.
+        initial_state: `(batch, heads, d_k, d_v)`, the state above the root.
+        use_qk_l2norm_in_kernel: Whether to L2-normalise queries and keys.
+
+    Returns:
+        `(batch, n, heads, d_v)` in the dtype of `query`, and the factors.
+    """
+    num_nodes, key_dim = key.shape[1], key.shape[-1]
+    groups = value.shape[2] // key.shape[2]
+    # Queries and keys meet the same matrices, so both go through them stacked.
+    query_key = torch.stack((query, key)).float().transpose(2, 3)
+    if use_qk_l2norm_in_kernel:
+        query_key = query_key * torch.rsqrt((query_key * query_key).sum(-1, keepdim=True) + 1e-6)
+    if groups > 1:
+        query_key = query_key.repeat_interleave(groups, dim=2)
+    query_key = torch.cat((query_key[0] * key_dim**-0.5, query_key[1]), dim=2)
+    keys = query_key[:, :, num_nodes:]
+    values = value.float().transpose(1, 2)
+    strength = beta.float().transpose(1, 2)[..., None]
+
+    cumulative_decay = (ancestor_mask.float() @ g.float()).transpose(1, 2)
+    path_decay = cumulative_decay[..., None] - cumulative_decay[..., None, :]
+    path_decay = path_decay.masked_fill(~ancestor_mask[:, None], float("-inf")).exp()
+
+    attention, key_products = (query_key @ keys.transpose(-1, -2)).split(num_nodes, dim=2)
+    from_state, predicted = (query_key @ initial_state.float()).split(num_nodes, dim=2)
+    decay = cumulative_decay.exp()[..., None]
+    updates = torch.linalg.solve_triangular(
+        strength * key_products * path_decay,
+        strength * (values - decay * predicted),
+        upper=False,
+        unitriangular=True,
+    )
+    output = torch.addcmul((attention * path_decay) @ updates, decay, from_state)
+    return output.transpose(1, 2).to(query.dtype), DeltaFactors(cumulative_decay, keys, updates)
+
+
+def state_after_path(
+    initial_state: Tensor, factors: DeltaFactors, path: Tensor, lengths: Tensor | None = None
+) -> Tensor:
+    """The recurrent state after the nodes of one path a row, in order.
+
+    Args:
+        initial_state: `(batch, heads, d_k, d_v)` float32, the state above the root.
+        factors: What `tree_gated_delta_rule` returned.
+        path: `(batch, length)` int64 nodes from the root on; a shorter path repeats its last node.
+        lengths: `(batch,)` int64, how many nodes each path has; an empty one leaves the state as it is. None if all
+            have `length`.
+
+    Returns:
+        `(batch, heads, d_k, d_v)` float32.
+    """
+    if len(path) == 1:
+        decay, keys, updates = (
+            tensor.index_select(2, path[0]) for tensor in (factors.cumulative_decay, factors.keys, factors.updates)
+        )
+    else:
+        index = path[:, None, :, None]
+        heads = factors.keys.shape[1]
+        decay = factors.cumulative_decay.gather(2, index[..., 0].expand(-1, heads, -1))
+        keys = factors.keys.gather(2, index.expand(-1, heads, -1, factors.keys.shape[-1]))
+        updates = factors.updates.gather(2, index.expand(-1, heads, -1, factors.updates.shape[-1]))
+    leaf_decay = decay[..., -1:]
+    weight = (leaf_decay - decay).exp()
+    if lengths is not None:
+        weight = weight * (torch.arange(path.shape[1], device=path.device) < lengths[:, None])[:, None]
+        leaf_decay = leaf_decay.masked_fill((lengths == 0)[:, None, None], 0.0)
+    return leaf_decay.exp()[..., None] * initial_state + (keys * weight[..., None]).transpose(-1, -2) @ updates

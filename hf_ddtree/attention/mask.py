@@ -1,0 +1,43 @@
+"""Attention masks that let every node of a tree see the cached tokens and its own ancestors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .tree_batch import TreeBatch
+
+
+def tree_attention_mask(
+    trees: TreeBatch, num_cached: int, cached_mask: Tensor | None = None, sliding_window: int | None = None
+) -> Tensor:
+    """Which keys each node sees, for the keys that a cache layer returns: the cached ones, then the nodes'.
+
+    Through a sliding window a node sees the keys, its ancestors' included, that lie less than `sliding_window` before
+    it.
+
+    Args:
+        trees: The round's trees.
+        num_cached: Number of keys in the layer's cache. With a window they are the last ones before the root.
+        cached_mask: `(batch, num_cached)` bool, False where a cached key is not to be seen; None if all are.
+        sliding_window: The layer's window, None for full attention.
+
+    Returns:
+        `(batch, 1, n, num_cached + n)` bool, True where a node may look.
+    """
+    batch_size, num_nodes = trees.token_ids.shape
+    device = trees.token_ids.device
+    mask = torch.ones((batch_size, num_nodes, num_cached + num_nodes), dtype=torch.bool, device=device)
+    if cached_mask is not None:
+        mask[..., :num_cached] = cached_mask[:, None]
+    mask[..., num_cached:] = trees.ancestor_mask
+    if sliding_window is not None:
+        before_root = torch.arange(num_cached, 0, -1, device=device)
+        mask[..., :num_cached] &= trees.depths[..., None] + before_root < sliding_window
+        mask[..., num_cached:] &= trees.depths[..., None] - trees.depths[:, None] < sliding_window
+    return mask[:, None]
+
+
+def to_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask that eager attention adds to its scores: 0 where `mask` is True, else the lowest number of `dtype`."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

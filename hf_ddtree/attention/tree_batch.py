@@ -1,0 +1,51 @@
+"""The trees of one round as rectangular tensors, one row a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..draft_tree import DraftTree
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """Trees padded to the largest one. A padding node repeats its tree's root token and sees nothing but itself.
+
+    Attributes:
+        token_ids: `(batch, n)` int64.
+        depths: `(batch, n)` int64; 0 for the root and for padding.
+        ancestor_mask: `(batch, n, n)` bool; row `i` marks node `i` and its ancestors.
+    """
+
+    token_ids: Tensor
+    depths: Tensor
+    ancestor_mask: Tensor
+
+    @classmethod
+    def from_trees(cls, trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
+        """Packs one tree a row and moves the result to `device`."""
+        if len(trees) == 1:
+            tree = trees[0]
+            packed = tree.token_ids[None], tree.depths[None], tree.ancestor_mask[None]
+        else:
+            size = max(map(len, trees))
+            token_ids = torch.stack([_pad(tree.token_ids, size, int(tree.token_ids[0])) for tree in trees])
+            depths = torch.stack([_pad(tree.depths, size, 0) for tree in trees])
+            ancestor_mask = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
+            for row, tree in zip(ancestor_mask, trees):
+                row[: len(tree), : len(tree)] = tree.ancestor_mask
+            packed = token_ids, depths, ancestor_mask
+        return cls(*(tensor.to(device) for tensor in packed))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the largest tree, `n`."""
+        return self.token_ids.shape[1]
+
+
+def _pad(values: Tensor, size: int, fill: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, size - len(values)), value=fill)

@@ -1,0 +1,73 @@
+"""Where each row's tokens stand in the cache while rows accept different lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CommittedRows:
+    """The committed tokens of each row.
+
+    Attention layers without a window hold row `r` in their first `lengths[r]` entries: rows that are behind leave the
+    entries after theirs unused, so the cache is never longer than its longest row. Layers with a window hold the last
+    entries of each row, aligned at the end.
+
+    Args:
+        num_prompt: Number of cached entries after prefill, the same for all rows.
+        model_kwargs: As `generate()` keeps them after prefill: position ids and attention mask reach to the root.
+        batch_size: Number of rows.
+        device: Where the target takes its inputs.
+    """
+
+    def __init__(self, num_prompt: int, model_kwargs: dict[str, Any], batch_size: int, device: torch.device) -> None:
+        self.num_prompt = num_prompt
+        self.lengths = [num_prompt] * batch_size
+        attention_mask = model_kwargs.get("attention_mask")
+        self._prompt_mask = None if attention_mask is None else attention_mask[:, :num_prompt].to(device, torch.bool)
+        self._root_positions = model_kwargs["position_ids"][..., -1:].to(device)
+        self._device = device
+
+    @property
+    def num_cached(self) -> int:
+        """Entries of the longest row."""
+        return max(self.lengths)
+
+    @property
+    def are_level(self) -> bool:
+        """Whether all rows are equally long."""
+        return min(self.lengths) == max(self.lengths)
+
+    def advance(self, counts: list[int]) -> None:
+        """Counts the tokens that were committed to each row."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+
+    def root_positions(self) -> Tensor:
+        """`(..., batch, 1)` int64, the position of each row's root; leading dimensions are axes of the position."""
+        if len(self.lengths) == 1 or self.are_level:
+            return self._root_positions + (self.lengths[0] - self.num_prompt)
+        emitted = torch.tensor(self.lengths, device=self._device) - self.num_prompt
+        return self._root_positions + emitted[:, None]
+
+    def mask(self) -> Tensor | None:
+        """`(batch, num_cached)` bool, which entries of a layer without a window hold a token; None if all do."""
+        num_cached = self.num_cached
+        if self._prompt_mask is None and self.are_level:
+            return None
+        mask = torch.ones((len(self.lengths), num_cached), dtype=torch.bool, device=self._device)
+        if self._prompt_mask is not None:
+            mask[:, : self.num_prompt] = self._prompt_mask
+        if not self.are_level:
+            lengths = torch.tensor(self.lengths, device=self._device)
+            mask &= torch.arange(num_cached, device=self._device) < lengths[:, None]
+        return mask
+
+    def window_mask(self, mask: Tensor | None, kept: int) -> Tensor | None:
+        """`mask` for a layer that holds the last `kept` entries of each row, `(batch, kept)`."""
+        if mask is None:
+            return None
+        lengths = torch.tensor(self.lengths, device=self._device)
+        index = lengths[:, None] - kept + torch.arange(kept, device=self._device)
+        return mask.gather(1, index.clamp(min=0)) & (index >= 0)

@@ -1,0 +1,101 @@
+"""Which target models can be decoded by tree, and why the others can't."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from .attention.dispatch import OPERATORS
+
+ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+
+
+def check_target(model: PreTrainedModel) -> None:
+    """Refuses a model whose tokens could come out wrong.
+
+    Raises:
+        ValueError: If the model is an encoder-decoder, has an attention implementation that takes no tree mask, or
+            layers or a state that the package does not know. The message says what to do instead.
+    """
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is an encoder-decoder, but tree decoding is for decoder-only models. Generate without "
+            "`generation_strategy`."
+        )
+    implementation = config._attn_implementation
+    if implementation not in ATTENTION_IMPLEMENTATIONS:
+        raise ValueError(
+            f"{name} runs with attn_implementation={implementation!r}, which cannot mask a tree. Load it with "
+            'attn_implementation="sdpa" or "eager".'
+        )
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+    if unknown or getattr(config, "attention_chunk_size", None) is not None:
+        raise ValueError(
+            f"{name} has layers of a kind that tree decoding does not know ({', '.join(unknown) or 'chunked'}; known "
+            f"are {', '.join(LAYER_TYPES)}). Generate without `generation_strategy`."
+        )
+    if getattr(model, "_is_stateful", False) and not _has_known_state(model):
+        raise ValueError(
+            f"{name} keeps a state that tree decoding does not know how to branch and commit; it knows that of Gated "
+            "DeltaNet layers. Generate without `generation_strategy`."
+        )
+
+
+def check_cache(cache: Cache | None) -> None:
+    """Refuses a cache that cannot take a tree and give back one path of it.
+
+    Raises:
+        ValueError: If there is no cache, or it is not a `DynamicCache` with layers that the package knows.
+    """
+    if cache is None:
+        raise ValueError("Tree decoding needs a cache, but `use_cache` is False. Leave `use_cache` at True.")
+    if type(cache) is not DynamicCache:
+        raise ValueError(
+            f"Tree decoding works on a `DynamicCache`, but the cache is a `{type(cache).__name__}`. Leave "
+            "`cache_implementation` unset and pass no cache of another kind."
+        )
+    if getattr(cache, "offloading", False):
+        raise ValueError(
+            "Tree decoding does not work on an offloaded cache. Leave `cache_implementation` unset and pass no cache "
+            "with `offloading=True`."
+        )
+    for layer in cache.layers:
+        if type(layer) not in CACHE_LAYERS or getattr(layer, "number_of_states", 1) != 1:
+            raise ValueError(
+                f"The cache has a layer of kind `{type(layer).__name__}`, whose state tree decoding does not know how "
+                "to branch and commit. Generate without `generation_strategy`."
+            )
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The target's decoder layers, in order.
+
+    Raises:
+        ValueError: If the model does not have them under `layers` of its decoder.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"{type(model).__name__} has no list `layers` of decoder layers, so the features that the drafter needs "
+            "cannot be recorded. Use another drafter."
+        )
+    return layers
+
+
+def _has_known_state(model: PreTrainedModel) -> bool:
+    """Whether all that the model keeps besides keys and values is the state of Gated DeltaNet layers."""
+    config = model.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None) or ()
+    mixers = [module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet")]
+    return (
+        len(mixers) == layer_types.count("linear_attention")
+        and getattr(config, "number_of_conv_states", 1) == 1
+        and all(hasattr(sys.modules[type(mixer).__module__], name) for mixer in mixers for name in OPERATORS)
+    )

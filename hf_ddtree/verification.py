@@ -1,0 +1,295 @@
+"""One forward of the target model over a tree, and committing one path of it to the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.utils import ModelOutput
+
+from .attention import dispatch
+from .attention.dispatch import TreePass
+from .attention.gated_delta_rule import state_after_path
+from .attention.mask import to_additive, tree_attention_mask
+from .attention.tree_batch import TreeBatch
+from .compat import CACHE_KEY
+from .draft_tree import DraftTree
+from .rows import CommittedRows
+from .support import decoder_layers
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the target says about a round's trees, and what the commit of their paths needs.
+
+    Attributes:
+        outputs: The target's outputs; `logits` are `(batch, n, vocab)`, what it predicts after each node.
+        features: `(batch, n, features)` of the recorder's layers, None if it records none.
+        tree_pass: Factors of the layers with a recurrent state.
+    """
+
+    outputs: ModelOutput
+    features: Tensor | None
+    tree_pass: TreePass
+
+
+def verify(
+    model: PreTrainedModel,
+    trees: Sequence[DraftTree],
+    rows: CommittedRows,
+    model_kwargs: dict[str, Any],
+    recorder: FeatureRecorder,
+) -> Verification:
+    """Runs the target once over all nodes of one tree a row.
+
+    Afterwards the cache holds every node behind the committed tokens: call `commit` before anything else reads it.
+
+    Args:
+        model: The target model, with `dispatch.install` done and inside `recording_past`.
+        trees: One tree a row. Their roots are the last emitted tokens, which the cache does not hold yet.
+        rows: What the cache holds.
+        model_kwargs: As `generate()` keeps them after prefill.
+        recorder: Records the features for the drafter.
+
+    Raises:
+        RuntimeError: If a layer with a state did not go through the tree operators.
+    """
+    cache: DynamicCache = model_kwargs[CACHE_KEY]
+    batch = TreeBatch.from_trees(trees, model.device)
+    tree_pass = TreePass(batch)
+    inputs = {name: value for name, value in model_kwargs.items() if name not in ("position_ids", "attention_mask")}
+    for name in TOKEN_TYPES:
+        if inputs.get(name) is not None:
+            inputs[name] = inputs[name][:, -1:].expand(-1, batch.num_nodes)
+    model_inputs = model.prepare_inputs_for_generation(batch.token_ids, **inputs)
+    model_inputs["position_ids"] = rows.root_positions() + batch.depths
+    model_inputs["attention_mask"] = _attention_mask(model, batch, rows)
+    if "logits_to_keep" in model_inputs:
+        model_inputs["logits_to_keep"] = 0
+    with recorder.recording(), dispatch.active(tree_pass):
+        outputs = model(**model_inputs, return_dict=True)
+    _require_tree_operators(model, cache, tree_pass)
+    return Verification(outputs, recorder.take(), tree_pass)
+
+
+def commit(cache: DynamicCache, tree_pass: TreePass, paths: Sequence[Sequence[int]], rows: CommittedRows) -> None:
+    """Makes the cache what it would be had only each path's nodes been fed, in order.
+
+    Args:
+        cache: The cache that `verify` fed the trees to.
+        tree_pass: From the verification.
+        paths: One path a row, from the root on; empty for a row that stays as it is.
+        rows: What the cache held before; brought up to date.
+    """
+    before = torch.tensor(rows.lengths)
+    rows.advance(list(map(len, paths)))
+    committed = _CommittedPaths(paths, tree_pass.trees.num_nodes, before, rows.num_cached)
+    whole_tree = committed.is_whole_tree
+    delta_factors = iter(tree_pass.delta_factors)
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            layer.conv_states[0] = committed.last_entries(layer.conv_states[0], layer.conv_kernel_size[0], dim=-1)
+            state = layer.recurrent_states[0]
+            path, lengths = committed.on(state.device)
+            state.copy_(state_after_path(state, next(delta_factors), path, lengths))
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            kept = min(layer.sliding_window - 1, rows.num_cached)
+            layer.keys = committed.last_entries(layer.keys, kept, dim=-2)
+            layer.values = committed.last_entries(layer.values, kept, dim=-2)
+            layer.cumulative_length = rows.num_cached
+        elif isinstance(layer, DynamicLayer) and not whole_tree:
+            layer.keys = committed.in_place(layer.keys)
+            layer.values = committed.in_place(layer.values)
+
+
+class _CommittedPaths:
+    """The paths of a round as indices into what a cache layer holds after the verification.
+
+    Args:
+        paths: One path a row.
+        num_nodes: Number of entries that the verification appended.
+        before: `(batch,)` int64, committed entries of each row before the round.
+        num_cached: Entries of the longest row after it.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]], num_nodes: int, before: Tensor, num_cached: int) -> None:
+        longest = max(map(len, paths))
+        # A path that is shorter than the longest repeats its last node; an empty one stands for the root.
+        self._path = torch.tensor([[*path, *[path[-1] if path else 0] * (longest - len(path))] for path in paths])
+        self._lengths = torch.tensor(list(map(len, paths)))
+        self._num_nodes = num_nodes
+        self._before = before
+        self._num_cached = num_cached
+        self._indices: dict[tuple[Any, ...], Tensor] = {}
+        self.is_whole_tree = all(len(path) == num_nodes for path in paths)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """The padded paths `(batch, longest)`, and their lengths `(batch,)` unless all are equally long."""
+        uneven = len(self._lengths) > 1 and bool((self._lengths != self._lengths[0]).any())
+        return self._path.to(device), self._lengths.to(device) if uneven else None
+
+    def last_entries(self, entries: Tensor, count: int, dim: int) -> Tensor:
+        """The last `count` entries of each row, aligned at the end, along `dim` of `(batch, ...)`."""
+        first = entries.shape[dim] - self._num_nodes
+
+        def index() -> Tensor:
+            from_end = torch.arange(count, 0, -1)
+            in_path = self._lengths[:, None] - from_end
+            node = first + self._path.gather(1, in_path.clamp(min=0, max=self._path.shape[1] - 1))
+            return torch.where(in_path >= 0, node, (first + in_path).clamp(min=0))
+
+        return _gather(entries, self._cached_index(("last", first, count, entries.device), index), dim)
+
+    def in_place(self, entries: Tensor) -> Tensor:
+        """Moves the paths' entries behind each row's committed ones and cuts off what is left; `(batch, ..., n, dim)`."""
+        first = entries.shape[-2] - self._num_nodes
+
+        def source() -> Tensor:
+            return first + self._path
+
+        def target() -> Tensor:
+            step = torch.minimum(torch.arange(self._path.shape[1]), (self._lengths - 1).clamp(min=0)[:, None])
+            return self._before[:, None] + step
+
+        moved = _gather(entries, self._cached_index(("source", first, entries.device), source), dim=-2)
+        where = self._cached_index(("target", first, entries.device), target)
+        if len(where) == 1:
+            start = int(self._before[0])
+            entries[..., start : start + where.shape[1], :] = moved
+        else:
+            entries.scatter_(-2, where[:, None, :, None].expand_as(moved), moved)
+        return entries[..., : self._num_cached, :]
+
+    def _cached_index(self, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._indices:
+            self._indices[key] = make().to(key[-1])
+        return self._indices[key]
+
+
+def _gather(entries: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Entries `index (batch, count)` of each row along `dim` of `(batch, ...)`."""
+    if len(index) == 1:
+        return entries.index_select(dim, index[0])
+    shape = [1] * entries.ndim
+    shape[0], shape[dim] = index.shape
+    expanded = list(entries.shape)
+    expanded[dim] = index.shape[1]
+    return entries.gather(dim, index.view(shape).expand(expanded))
+
+
+def _attention_mask(
+    model: PreTrainedModel, batch: TreeBatch, rows: CommittedRows
+) -> Tensor | dict[str, Tensor | None]:
+    """The mask in the form that the model's forward takes, as Transformers' `create_masks_for_generate` makes it."""
+    config = model.config.get_text_config()
+    cached_mask = rows.mask()
+
+    def mask(sliding_window: int | None) -> Tensor:
+        if sliding_window is None:
+            visible = tree_attention_mask(batch, rows.num_cached, cached_mask)
+        else:
+            kept = min(rows.num_cached, sliding_window - 1)
+            visible = tree_attention_mask(batch, kept, rows.window_mask(cached_mask, kept), sliding_window)
+        return to_additive(visible, model.dtype) if config._attn_implementation == "eager" else visible
+
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return mask(getattr(config, "sliding_window", None))
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    return {kind: mask(windows[kind]) if kind in windows else None for kind in set(layer_types)}
+
+
+def _require_tree_operators(model: PreTrainedModel, cache: DynamicCache, tree_pass: TreePass) -> None:
+    expected = sum(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
+    found = len(tree_pass.delta_factors), tree_pass.num_convolutions
+    if found != (expected, expected):
+        raise RuntimeError(
+            f"{type(model).__name__} has {expected} layers with a recurrent state, but {found[0]} recurrences and "
+            f"{found[1]} convolutions of them went through the tree operators. Another kernel has taken their place, "
+            "and it would give wrong tokens. Load the model without it (`use_kernels=False`), or generate without "
+            "`generation_strategy`."
+        )
+
+
+@contextmanager
+def recording_past(cache: DynamicCache) -> Iterator[None]:
+    """Lets the cache's sliding and stateful layers keep all that a round feeds them until the commit.
+
+    Meant for use after prefill: during prefill it would keep the whole prompt.
+    """
+    layers = [layer for layer in cache.layers if hasattr(layer, "record_past")]
+    before = [layer.record_past for layer in layers]
+    for layer in layers:
+        layer.record_past = True
+        if isinstance(layer, LinearAttentionLayer):
+            missing = layer.conv_kernel_size[0] - layer.conv_states[0].shape[-1]
+            if missing > 0:
+                layer.conv_states[0] = nn.functional.pad(layer.conv_states[0], (missing, 0))
+    try:
+        yield
+    finally:
+        for layer, record_past in zip(layers, before):
+            layer.record_past = record_past
+
+
+_recorder: ContextVar[FeatureRecorder | None] = ContextVar("hf_ddtree_feature_recorder", default=None)
+
+
+class FeatureRecorder:
+    """Records the outputs of some of the target's decoder layers while `recording`, and drops them when taken.
+
+    Other threads may run the same model meanwhile: what their forwards give is not recorded.
+
+    Args:
+        model: The target model.
+        layer_ids: Which decoder layers, from 0; the features come concatenated in this order.
+    """
+
+    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+        self.layer_ids = tuple(layer_ids)
+        self._outputs: dict[int, list[Tensor]] = {layer_id: [] for layer_id in self.layer_ids}
+        layers = decoder_layers(model) if self.layer_ids else []
+        self._hooks = [layers[layer_id].register_forward_hook(self._hook(layer_id)) for layer_id in self._outputs]
+
+    def _hook(self, layer_id: int) -> Any:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            if _recorder.get() is self:
+                self._outputs[layer_id].append(output[0] if isinstance(output, tuple) else output)
+
+        return record
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the forwards of this context."""
+        token = _recorder.set(self)
+        try:
+            yield
+        finally:
+            _recorder.reset(token)
+
+    def take(self) -> Tensor | None:
+        """`(batch, length, len(layer_ids) * hidden_size)` since the last call, None if no layer is recorded."""
+        if not self.layer_ids:
+            return None
+        device = self._outputs[self.layer_ids[0]][0].device
+        layers = {
+            layer_id: torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+            for layer_id, outputs in self._outputs.items()
+        }
+        for outputs in self._outputs.values():
+            outputs.clear()
+        return torch.cat([layers[layer_id].to(device) for layer_id in self.layer_ids], dim=-1)
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
