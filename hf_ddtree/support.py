@@ -1,18 +1,48 @@
-"""Which target models can be decoded by tree, and why the others can't."""
+"""Which targets and calls can be decoded by tree, and why the others can't."""
 
 from __future__ import annotations
 
 import sys
 
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.generation import logits_process
 
 from .attention.dispatch import OPERATORS
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+GENERATION_MODES = ("greedy_search", "sample")
+GUIDANCE_PROCESSORS = (
+    logits_process.ClassifierFreeGuidanceLogitsProcessor,
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+
+
+def check_call(generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> None:
+    """Refuses what tree decoding cannot do exactly.
+
+    Raises:
+        ValueError: If the call asks for beams, for another way to decode or for guidance.
+    """
+    if generation_config.num_beams is not None and generation_config.num_beams > 1:
+        raise ValueError(
+            f"Tree decoding follows one sequence, but `num_beams` is {generation_config.num_beams}. Set "
+            "`num_beams=1`, or generate without `generation_strategy`."
+        )
+    mode = generation_config.get_generation_mode()
+    if mode not in GENERATION_MODES:
+        raise ValueError(
+            f"Tree decoding does greedy search and sampling, but other arguments ask for {mode.replace('_', ' ')}. "
+            "Leave them out, or generate without `generation_strategy`."
+        )
+    if any(isinstance(processor, GUIDANCE_PROCESSORS) for processor in logits_processor):
+        raise ValueError(
+            "Tree decoding does not work with classifier-free guidance, which runs the model on a second prompt. "
+            "Leave `guidance_scale` unset, or generate without `generation_strategy`."
+        )
 
 
 def check_target(model: PreTrainedModel) -> None:
@@ -41,7 +71,8 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} has layers of a kind that tree decoding does not know ({', '.join(unknown) or 'chunked'}; known "
             f"are {', '.join(LAYER_TYPES)}). Generate without `generation_strategy`."
         )
-    if getattr(model, "_is_stateful", False) and not _has_known_state(model):
+    has_own_cache = not model._supports_default_dynamic_cache()
+    if has_own_cache or (getattr(model, "_is_stateful", False) and not _has_known_state(model)):
         raise ValueError(
             f"{name} keeps a state that tree decoding does not know how to branch and commit; it knows that of Gated "
             "DeltaNet layers. Generate without `generation_strategy`."

@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from .attention import dispatch
 from .attention.dispatch import TreePass
-from .attention.gated_delta_rule import state_after_path
+from .attention.gated_delta_rule import advance_states
 from .attention.mask import to_additive, tree_attention_mask
 from .attention.tree_batch import TreeBatch
 from .compat import CACHE_KEY
@@ -93,22 +93,28 @@ def commit(cache: DynamicCache, tree_pass: TreePass, paths: Sequence[Sequence[in
     before = torch.tensor(rows.lengths)
     rows.advance(list(map(len, paths)))
     committed = _CommittedPaths(paths, tree_pass.trees.num_nodes, before, rows.num_cached)
-    whole_tree = committed.is_whole_tree
-    delta_factors = iter(tree_pass.delta_factors)
+    _advance_states([layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)], tree_pass, committed)
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer):
             layer.conv_states[0] = committed.last_entries(layer.conv_states[0], layer.conv_kernel_size[0], dim=-1)
-            state = layer.recurrent_states[0]
-            path, lengths = committed.on(state.device)
-            state.copy_(state_after_path(state, next(delta_factors), path, lengths))
         elif isinstance(layer, DynamicSlidingWindowLayer):
             kept = min(layer.sliding_window - 1, rows.num_cached)
             layer.keys = committed.last_entries(layer.keys, kept, dim=-2)
             layer.values = committed.last_entries(layer.values, kept, dim=-2)
             layer.cumulative_length = rows.num_cached
-        elif isinstance(layer, DynamicLayer) and not whole_tree:
+        elif isinstance(layer, DynamicLayer) and not committed.is_whole_tree:
             layer.keys = committed.in_place(layer.keys)
             layer.values = committed.in_place(layer.values)
+
+
+def _advance_states(layers: list[LinearAttentionLayer], tree_pass: TreePass, committed: _CommittedPaths) -> None:
+    """Commits the recurrent states, layers that are alike together."""
+    alike: dict[Any, list[int]] = {}
+    for index, factors in enumerate(tree_pass.delta_factors):
+        alike.setdefault((factors.keys.device, factors.keys.shape, factors.updates.shape), []).append(index)
+    for (device, *_), indices in alike.items():
+        states = [layers[index].recurrent_states[0] for index in indices]
+        advance_states(states, [tree_pass.delta_factors[index] for index in indices], *committed.on(device))
 
 
 class _CommittedPaths:
@@ -150,7 +156,7 @@ class _CommittedPaths:
         return _gather(entries, self._cached_index(("last", first, count, entries.device), index), dim)
 
     def in_place(self, entries: Tensor) -> Tensor:
-        """Moves the paths' entries behind each row's committed ones and cuts off what is left; `(batch, ..., n, dim)`."""
+        """Moves the paths' entries of `(batch, ..., n, dim)` behind each row's committed ones; cuts off the rest."""
         first = entries.shape[-2] - self._num_nodes
 
         def source() -> Tensor:
@@ -257,7 +263,7 @@ class FeatureRecorder:
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
         self.layer_ids = tuple(layer_ids)
         self._outputs: dict[int, list[Tensor]] = {layer_id: [] for layer_id in self.layer_ids}
-        layers = decoder_layers(model) if self.layer_ids else []
+        layers = decoder_layers(model) if self.layer_ids else nn.ModuleList()
         self._hooks = [layers[layer_id].register_forward_hook(self._hook(layer_id)) for layer_id in self._outputs]
 
     def _hook(self, layer_id: int) -> Any:

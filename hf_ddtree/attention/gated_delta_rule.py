@@ -1,9 +1,9 @@
 """The gated delta rule over a tree in one pass.
 
 Along a path the state is `S_i = exp(g_i) (I - b_i k_i k_i^T) S_parent + b_i k_i v_i^T` and the output
-`o_i = q_i^T S_i / sqrt(d_k)` (Gated Delta Networks, arXiv:2412.06464, equation 10). The chunked form of the rule holds for a
-tree as well once the ancestor mask takes the place of the causal triangle: with `G_i` the sum of `g` over node `i` and
-its ancestors, and `P_ij = exp(G_i - G_j)` where `j` is `i` or an ancestor of it and 0 elsewhere,
+`o_i = q_i^T S_i / sqrt(d_k)` (Gated Delta Networks, arXiv:2412.06464, equation 10). The chunked form of the rule holds
+for a tree as well once the ancestor mask takes the place of the causal triangle: with `G_i` the sum of `g` over node
+`i` and its ancestors, and `P_ij = exp(G_i - G_j)` where `j` is `i` or an ancestor of it and 0 elsewhere,
 
     U = (I + strictly_lower[b_i (k_i . k_j) P_ij])^-1 [b_i v_i - b_i exp(G_i) k_i^T S_0]
     O = exp(G) (Q S_0) + [(q_i . k_j) P_ij] U
@@ -17,6 +17,7 @@ A node has one `u` whatever path goes on below it, so nothing is computed again 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,34 +93,35 @@ def tree_gated_delta_rule(
     return output.transpose(1, 2).to(query.dtype), DeltaFactors(cumulative_decay, keys, updates)
 
 
-def state_after_path(
-    initial_state: Tensor, factors: DeltaFactors, path: Tensor, lengths: Tensor | None = None
-) -> Tensor:
-    """The recurrent state after the nodes of one path a row, in order.
+def advance_states(
+    states: Sequence[Tensor], factors: Sequence[DeltaFactors], path: Tensor, lengths: Tensor | None = None
+) -> None:
+    """Moves the recurrent states of several layers, in place, behind the nodes of one path a row.
 
     Args:
-        initial_state: `(batch, heads, d_k, d_v)` float32, the state above the root.
-        factors: What `tree_gated_delta_rule` returned.
+        states: One a layer, `(batch, heads, d_k, d_v)` float32, the state above the root.
+        factors: What `tree_gated_delta_rule` returned in each of these layers; all on one device and of equal shapes.
         path: `(batch, length)` int64 nodes from the root on; a shorter path repeats its last node.
         lengths: `(batch,)` int64, how many nodes each path has; an empty one leaves the state as it is. None if all
             have `length`.
-
-    Returns:
-        `(batch, heads, d_k, d_v)` float32.
     """
-    if len(path) == 1:
-        decay, keys, updates = (
-            tensor.index_select(2, path[0]) for tensor in (factors.cumulative_decay, factors.keys, factors.updates)
-        )
-    else:
-        index = path[:, None, :, None]
-        heads = factors.keys.shape[1]
-        decay = factors.cumulative_decay.gather(2, index[..., 0].expand(-1, heads, -1))
-        keys = factors.keys.gather(2, index.expand(-1, heads, -1, factors.keys.shape[-1]))
-        updates = factors.updates.gather(2, index.expand(-1, heads, -1, factors.updates.shape[-1]))
+    decay, keys, updates = (
+        _along_path(torch.stack([getattr(layer, name) for layer in factors]), path)
+        for name in ("cumulative_decay", "keys", "updates")
+    )
     leaf_decay = decay[..., -1:]
     weight = (leaf_decay - decay).exp()
     if lengths is not None:
         weight = weight * (torch.arange(path.shape[1], device=path.device) < lengths[:, None])[:, None]
         leaf_decay = leaf_decay.masked_fill((lengths == 0)[:, None, None], 0.0)
-    return leaf_decay.exp()[..., None] * initial_state + (keys * weight[..., None]).transpose(-1, -2) @ updates
+    written = (keys * weight[..., None]).transpose(-1, -2) @ updates
+    for state, kept, added in zip(states, leaf_decay.exp()[..., None], written):
+        state.mul_(kept).add_(added)
+
+
+def _along_path(values: Tensor, path: Tensor) -> Tensor:
+    """`(layers, batch, heads, length, ...)` of `(layers, batch, heads, n, ...)`."""
+    if len(path) == 1:
+        return values.index_select(3, path[0])
+    index = path.view(1, len(path), 1, -1, *[1] * (values.ndim - 4))
+    return values.gather(3, index.expand(*values.shape[:1], -1, values.shape[2], -1, *values.shape[4:]))

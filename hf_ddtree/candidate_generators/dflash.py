@@ -1,0 +1,177 @@
+"""Trees from a block-diffusion drafter: DFlash (arXiv:2602.06036) proposes, DDTree (arXiv:2604.12989) builds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..configuration import DDTreeConfig
+from ..draft_tree import DraftTree, build_tree, top_candidates
+from ..drafters import DFlashContextCache, DFlashDraftModel, check_drafter_fits
+from .base import DraftContext, TreeCandidateGenerator
+
+
+@dataclass
+class DFlashState:
+    """What the drafter knows of the sequences; goes with the target's cache from one `generate()` call to the next.
+
+    Attributes:
+        cache: Keys and values of the context.
+        context_mask: `(batch, context)` bool, False where a row's context is padding; None if nothing is.
+        input_ids: `(batch, length)`, the tokens that were drafted for.
+        root_positions: For each row, how many tokens of it the target's cache held at last.
+        features, num_features: What the target gave for its last tokens, which no draft has used yet.
+    """
+
+    cache: DFlashContextCache = field(default_factory=DFlashContextCache)
+    context_mask: Tensor | None = None
+    input_ids: Tensor | None = None
+    root_positions: list[int] = field(default_factory=list)
+    features: Tensor | None = None
+    num_features: list[int] = field(default_factory=list)
+
+    def continues(self, input_ids: Tensor, num_cached: int) -> bool:
+        """Whether this is the state of the first `num_cached` tokens.
+
+        Args:
+            input_ids: `(batch, length)`, all tokens, or those alone that are not cached.
+            num_cached: Number of tokens in the target's cache.
+        """
+        if self.input_ids is None or len(self.input_ids) != len(input_ids):
+            return False
+        if any(position != num_cached for position in self.root_positions):
+            return False
+        if input_ids.shape[1] <= num_cached:
+            return True
+        known = self.input_ids[:, :num_cached]
+        return torch.equal(known, input_ids[:, : known.shape[1]])
+
+
+class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
+    """Drafts a block in one forward and turns its distributions into a tree.
+
+    The block holds the root and one mask token for each position to predict. What the target's hooked layers gave for
+    the committed tokens enters the drafter's layers as keys and values in front of the block's, and is kept in the
+    drafter's own cache.
+
+    Args:
+        drafter: The drafter, on any device and in any dtype.
+        target_model: The target, whose embeddings and output head the drafter uses.
+        config: Shape, width and depth of the trees.
+        state: What a former call's drafter knew of the sequences, if they go on.
+
+    Raises:
+        ValueError: If the drafter does not fit the target.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDraftModel,
+        target_model: PreTrainedModel,
+        config: DDTreeConfig | None = None,
+        state: DFlashState | None = None,
+    ) -> None:
+        super().__init__()
+        check_drafter_fits(drafter, target_model)
+        self.drafter = drafter
+        self.config = config or DDTreeConfig()
+        self.feature_layers = tuple(drafter.config.target_layer_ids)
+        self.state = state or DFlashState()
+        self._embeddings = target_model.get_input_embeddings()
+        self._head = target_model.get_output_embeddings()
+        self._horizon = drafter.config.block_size - 1
+        self._draft_length = min(self.config.draft_length or self._horizon, self._horizon)
+
+    def start(self, input_ids: Tensor, num_cached: int) -> None:
+        super().start(input_ids, num_cached)
+        if num_cached == 0 or not self.state.continues(input_ids, num_cached):
+            self.state = DFlashState()
+
+    def finish(self, context: DraftContext) -> None:
+        self._remember(context)
+
+    @torch.no_grad()
+    def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
+        self._remember(context)
+        hidden_states = self._draft(context.input_ids[:, -1:])
+        logits = self.drafter.compute_logits(hidden_states[:, 1 : 1 + self._draft_length], self._head)
+        top_k = min(budget, self.config.tree_top_k or budget)
+        log_probs, token_ids = top_candidates(logits, top_k)
+
+        start = time.perf_counter()
+        trees = [
+            build_tree(row_log_probs, row_token_ids, root, budget, shape=self.config.tree_shape)
+            for row_log_probs, row_token_ids, root in zip(log_probs, token_ids, context.input_ids[:, -1].tolist())
+        ]
+        self.build_seconds += time.perf_counter() - start
+        return trees
+
+    def _remember(self, context: DraftContext) -> None:
+        """Keeps what the next draft needs; a draft that follows a former call's takes up what that one left."""
+        state = self.state
+        state.input_ids = context.input_ids
+        state.root_positions = list(context.root_positions)
+        if context.features is None:
+            return
+        if state.features is None:
+            state.features, state.num_features = context.features, list(context.num_features)
+        else:
+            state.features, state.num_features = _join(
+                state.features, state.num_features, context.features, list(context.num_features)
+            )
+
+    def _draft(self, roots: Tensor) -> Tensor:
+        """Hidden states `(batch, block, hidden_size)` of a block behind all of the context."""
+        state, device = self.state, self.drafter.device
+        batch_size, num_new = len(roots), 0 if state.features is None else state.features.shape[1]
+        block = roots.new_full((batch_size, self._horizon + 1), self.drafter.config.mask_token_id)
+        block[:, :1] = roots
+        positions = torch.arange(-num_new, block.shape[1], device=device)
+        if len(set(state.root_positions)) == len(set(state.num_features)) == 1:
+            position_ids = (positions + state.root_positions[0])[None]
+        else:
+            # A row's features are aligned at the left, so what follows them is padding.
+            shift = torch.tensor([num_new - count for count in state.num_features or [0] * batch_size], device=device)
+            position_ids = positions + torch.tensor(state.root_positions, device=device)[:, None]
+            position_ids[:, :num_new] += shift[:, None]
+        self._extend_mask(num_new, batch_size)
+        hidden_states = self.drafter(
+            inputs_embeds=self.drafter.embed(block, self._embeddings),
+            context_features=None if num_new == 0 else state.features.to(device, self.drafter.dtype),
+            position_ids=position_ids,
+            cache=state.cache,
+            context_mask=state.context_mask,
+        )
+        self.num_forwards += 1
+        state.features, state.num_features = None, []
+        return hidden_states
+
+    def _extend_mask(self, num_new: int, batch_size: int) -> None:
+        state, device = self.state, self.drafter.device
+        num_features = state.num_features or [0] * batch_size
+        if state.context_mask is None and all(count == num_new for count in num_features):
+            return
+        old = state.context_mask
+        if old is None:
+            old = torch.ones((batch_size, state.cache.get_seq_length()), dtype=torch.bool, device=device)
+        if old.shape[1] > 2 * int(old.sum(dim=1).max()) + MOST_PADDING:
+            old = state.cache.drop_padding(old)
+        new = torch.arange(num_new, device=device) < torch.tensor(num_features, device=device)[:, None]
+        state.context_mask = torch.cat((old, new), dim=1)
+
+
+# Padding that the drafter's context may hold besides half of itself before it is dropped.
+MOST_PADDING = 64
+
+
+def _join(first: Tensor, num_first: list[int], second: Tensor, num_second: list[int]) -> tuple[Tensor, list[int]]:
+    """Features `(batch, longest, features)` of both, one after the other in each row, aligned at the left."""
+    rows = [
+        torch.cat((one[:count], other[:other_count]))
+        for one, count, other, other_count in zip(first, num_first, second, num_second)
+    ]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), [len(row) for row in rows]

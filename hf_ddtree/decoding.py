@@ -1,0 +1,207 @@
+"""The decoding loop: prefill, then rounds of propose, verify, accept and commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from .acceptance import Chooser, accept
+from .attention import dispatch
+from .candidate_generators import DraftContext, TreeCandidateGenerator
+from .compat import CACHE_KEY, cache_of
+from .configuration import DDTreeConfig
+from .draft_tree import DraftTree
+from .emission import RowGroup, gather_rows
+from .output import DDTreeStats
+from .rows import CommittedRows
+from .support import check_cache
+from .verification import FeatureRecorder, commit, recording_past, verify
+
+PADDING_AT_ONCE = 64
+
+
+def decode(
+    model: PreTrainedModel,
+    groups: Sequence[RowGroup],
+    chooser: Chooser,
+    generator: TreeCandidateGenerator,
+    config: DDTreeConfig,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> DDTreeStats:
+    """Extends the sequences of all rows until they must stop; leaves the cache as plain decoding leaves it.
+
+    `model_kwargs` are those that `generate()` prepared; they are updated in place.
+    """
+    stats = DDTreeStats(trees=[], accepted_paths=[]) if config.return_trees else DDTreeStats()
+    dispatch.install(model)
+    recorder = FeatureRecorder(model, generator.feature_layers)
+    try:
+        prompt = gather_rows(groups)
+        generator.start(prompt, cache_of(model_kwargs).get_seq_length())
+        with recorder.recording():
+            outputs = model._prefill(prompt, generation_config, model_kwargs)
+        stats.target_forwards += 1
+        features, num_features = _without_padding(recorder.take(), model_kwargs.get("attention_mask"), len(prompt))
+        model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs))
+        cache = cache_of(model_kwargs)
+        check_cache(cache)
+        rows = CommittedRows(cache.get_seq_length(), model_kwargs, len(prompt), model.device)
+        roots = [DraftTree.root_only(0) for _ in prompt]
+        walk(groups, roots, outputs.logits[:, -1:], chooser, [[0] for _ in prompt])
+        groups[0].sequences.keep_prefill(outputs)
+        del outputs
+
+        windows = [getattr(layer, "sliding_window", None) for layer in cache.layers if isinstance(layer, DynamicLayer)]
+        with recording_past(cache):
+            while not all(group.sequences.finished for group in groups):
+                context = DraftContext(gather_rows(groups), rows.lengths, features, num_features)
+                with stats.stage("draft"):
+                    trees = generator.propose(context, config.tree_budget)
+                _check_trees(trees, context.input_ids)
+                trees = _with_padding_rows(trees, groups)
+                with stats.stage("verify"):
+                    verification = verify(model, trees, rows, model_kwargs, recorder)
+                paths = [[0] for _ in trees]
+                try:
+                    with stats.stage("accept"):
+                        walk(groups, trees, verification.outputs.logits, chooser, paths)
+                finally:
+                    with stats.stage("commit"):
+                        commit(cache, verification.tree_pass, paths, rows)
+                groups[0].sequences.keep_round(verification.outputs, paths, windows)
+                features, num_features = _features_of(verification.features, paths)
+                stats.count(trees, paths)
+            generator.finish(DraftContext(gather_rows(groups), rows.lengths, features, num_features))
+            if not rows.are_level and _is_returned(cache, generation_config):
+                stats.target_forwards += _pad_to_longest(model, groups, rows, model_kwargs)
+    finally:
+        recorder.close()
+    stats.draft_forwards = generator.num_forwards
+    stats.stage_seconds["build"] = generator.build_seconds
+    stats.stage_seconds["draft"] -= generator.build_seconds
+    return stats
+
+
+def walk(
+    groups: Sequence[RowGroup],
+    trees: Sequence[DraftTree],
+    logits: Tensor,
+    chooser: Chooser,
+    paths: Sequence[list[int]],
+) -> None:
+    """Accepts a path in every row that goes on and emits its tokens; `paths` of the others become empty.
+
+    Args:
+        groups: All rows of the batch.
+        trees: One a row.
+        logits: `(batch, n, vocab)`.
+        chooser: Makes the target's choices.
+        paths: For each row the root alone; extended in place.
+    """
+    going_on = [group for group in groups if not group.sequences.finished]
+    for path in (paths[row] for group in groups if group not in going_on for row in group.rows):
+        path.clear()
+    for group in going_on:
+        of_group = logits if len(groups) == 1 else logits[group.rows]
+        accept(
+            [trees[row] for row in group.rows], of_group, chooser, group.sequences, [paths[row] for row in group.rows]
+        )
+
+
+def _with_padding_rows(trees: list[DraftTree], groups: Sequence[RowGroup]) -> list[DraftTree]:
+    """Replaces the trees of rows that have finished: by padding as deep as the others, or by nothing."""
+    trees = list(trees)
+    for group in groups:
+        if group.sequences.finished:
+            for row in group.rows:
+                trees[row] = DraftTree.root_only(int(group.sequences.token_ids[0, -1]))
+        elif any(padding := group.sequences.padding):
+            depth = max(int(trees[row].depths.max()) for row, pads in zip(group.rows, padding) if not pads)
+            for row, pads in zip(group.rows, padding):
+                if pads:
+                    root = int(trees[row].token_ids[0])
+                    trees[row] = _chain([root] + [group.sequences.pad_token] * depth)
+    return trees
+
+
+def _chain(tokens: list[int]) -> DraftTree:
+    return DraftTree(torch.tensor(tokens), torch.arange(-1, len(tokens) - 1))
+
+
+def _pad_to_longest(
+    model: PreTrainedModel, groups: Sequence[RowGroup], rows: CommittedRows, model_kwargs: dict[str, Any]
+) -> int:
+    """Feeds padding to the rows that finished early, as plain decoding does, so that the cache's rows are level.
+
+    Returns:
+        The number of forwards.
+    """
+    recorder = FeatureRecorder(model, ())
+    last_tokens = {row: int(group.sequences.token_ids[0, -1]) for group in groups for row in group.rows}
+    pad_token = groups[0].sequences.pad_token
+    forwards = 0
+    while not rows.are_level:
+        longest = rows.num_cached
+        missing = [min(longest - length, PADDING_AT_ONCE) for length in rows.lengths]
+        trees = [_chain([last_tokens[row]] + [pad_token] * (count - 1)) for row, count in enumerate(missing)]
+        verification = verify(model, trees, rows, model_kwargs, recorder)
+        commit(model_kwargs[CACHE_KEY], verification.tree_pass, [list(range(count)) for count in missing], rows)
+        last_tokens = {row: pad_token if count else last_tokens[row] for row, count in enumerate(missing)}
+        forwards += 1
+    return forwards
+
+
+def _is_returned(cache: DynamicCache, generation_config: GenerationConfig) -> bool:
+    return generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", True)
+
+
+def _features_of(features: Tensor | None, paths: Sequence[list[int]]) -> tuple[Tensor | None, list[int]]:
+    """The features of the paths' nodes, `(batch, longest, features)` aligned at the left, and each row's number."""
+    counts = list(map(len, paths))
+    if features is None:
+        return None, counts
+    if len(paths) == 1:
+        return features[:, paths[0]], counts
+    longest = max(counts)
+    index = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=features.device)
+    return features.gather(1, index[..., None].expand(-1, -1, features.shape[-1])), counts
+
+
+def _without_padding(
+    features: Tensor | None, attention_mask: Tensor | None, batch_size: int
+) -> tuple[Tensor | None, list[int]]:
+    """The features of the prompt's tokens, `(batch, longest, features)` aligned at the left, and each row's number."""
+    if features is None:
+        return None, [0] * batch_size
+    length = features.shape[1]
+    if attention_mask is None:
+        return features, [length] * batch_size
+    is_token = attention_mask[:, -length:].bool()
+    counts = is_token.sum(dim=1).tolist()
+    # A stable sort brings each row's tokens to the front without changing their order.
+    index = is_token.int().argsort(dim=1, descending=True, stable=True)[:, : max(counts)].to(features.device)
+    return features.gather(1, index[..., None].expand(-1, -1, features.shape[-1])), counts
+
+
+def _check_trees(trees: list[DraftTree], token_ids: Tensor) -> None:
+    """Refuses trees of a candidate generator that would give wrong tokens."""
+    if len(trees) != len(token_ids):
+        raise ValueError(f"The candidate generator proposed {len(trees)} trees for {len(token_ids)} rows.")
+    for tree, root in zip(trees, token_ids[:, -1].tolist()):
+        if tree.token_ids[0] != root:
+            raise ValueError(
+                f"The candidate generator proposed a tree whose root is token {int(tree.token_ids[0])}, but must be "
+                f"the last token of `context.input_ids`, {root}."
+            )
+        parents = tree.parents
+        if parents[0] != -1 or not (parents[1:] < torch.arange(1, len(parents))).all() or (parents[1:] < 0).any():
+            raise ValueError(
+                "The candidate generator proposed a tree whose parents are not in order: `parents[0]` must be -1 and "
+                "every other node must come after its parent. Build trees with `DraftTree.from_parents`, which checks."
+            )

@@ -1,0 +1,40 @@
+"""The small trained pair that ships with the package: a gated-delta-net hybrid and its DFlash drafter."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import as_file, files
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .drafters import DFlashDraftModel, load_drafter
+
+_PAIR = files("hf_ddtree") / "demo_pair"
+
+
+def load_demo(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, DFlashDraftModel, PreTrainedTokenizerBase]:
+    """Loads the pair, which completes Python code; see `recipes/demo_pair` for how it was made.
+
+    Args:
+        dtype: Of both models.
+
+    Returns:
+        Target, drafter and tokenizer, on the CPU.
+    """
+    with as_file(_PAIR / "target") as folder:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    with as_file(_PAIR / "drafter") as folder:
+        drafter = load_drafter(folder, target_model=model)
+    return model, drafter, tokenizer
+
+
+def demo_prompts() -> list[dict[str, str]]:
+    """Code to complete, from modules that neither model was trained on.
+
+    Returns:
+        Dictionaries with `prompt`, the text, and `module`, where in the standard library it comes from.
+    """
+    lines = (_PAIR / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]

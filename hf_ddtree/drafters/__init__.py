@@ -1,0 +1,6 @@
+"""Drafter architectures, the checkpoint formats they come in, and how they are loaded."""
+
+from .dflash import DFlashConfig, DFlashContextCache, DFlashDraftModel
+from .loading import check_drafter_fits, load_drafter
+
+__all__ = ["DFlashConfig", "DFlashContextCache", "DFlashDraftModel", "check_drafter_fits", "load_drafter"]

@@ -1,0 +1,400 @@
+"""The DFlash drafter (arXiv:2602.06036): a small block-diffusion model that drafts a whole block in one forward.
+
+What the target's layers gave for the tokens it has seen (the context) enters every layer as keys and values in front
+of the block's own. The block is `[root, mask, mask, ...]`, and slot `i` predicts the token at offset `i` of the root.
+Embeddings and output head are the target's. Weights are named as in the checkpoints that z-lab publishes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel, PreTrainedModel, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+
+@strict
+class DFlashConfig(Qwen3Config):
+    """A Qwen3 config, for the drafter's own layers, and what DFlash adds to it.
+
+    Args:
+        block_size: Slots of a block, the root's included: the drafter predicts `block_size - 1` tokens.
+        target_layer_ids: Decoder layers of the target, from 0, whose outputs are the context features, in order.
+            `evenly_spaced_layers` by default.
+        mask_token_id: The token of the target's vocabulary whose embedding stands for a slot to predict.
+        num_target_layers: Decoder layers of the target.
+        is_causal: Whether a slot sees only earlier slots. None: in layers with a sliding window only.
+        input_embedding_scale: Factor on the target's embedding weights.
+        output_multiplier: Factor on the logits.
+        final_logit_softcapping: Bound `c` of `c * tanh(logits / c)`, applied after the factor; None or 0 for no bound.
+
+    Raises:
+        ValueError: If a value is missing or out of range.
+    """
+
+    model_type = "hf_ddtree_dflash"
+
+    block_size: int = 16
+    target_layer_ids: list[int] | None = None
+    mask_token_id: int | None = None
+    num_target_layers: int | None = None
+    is_causal: bool | None = None
+    input_embedding_scale: int | float = 1.0
+    output_multiplier: int | float = 1.0
+    final_logit_softcapping: int | float | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.target_layer_ids is None and self.num_target_layers is not None:
+            self.target_layer_ids = evenly_spaced_layers(self.num_target_layers, self.num_hidden_layers)
+        super().__post_init__(**kwargs)
+        self._check_values()
+
+    def _check_values(self) -> None:
+        if self.block_size < 2:
+            raise ValueError(f"`block_size` is {self.block_size}. It counts the root, so it must be at least 2.")
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` is {self.mask_token_id}, but must be between 0 and `vocab_size - 1` "
+                f"({self.vocab_size - 1})."
+            )
+        depth = self.num_target_layers
+        for layer in self.target_layer_ids or []:
+            if layer < 0 or (depth is not None and layer >= depth):
+                allowed = "at least 0" if depth is None else f"between 0 and `num_target_layers - 1` ({depth - 1})"
+                raise ValueError(f"`target_layer_ids` holds {layer}, but every id must be {allowed}.")
+        unknown = set(self.layer_types or []) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise ValueError(
+                f"`layer_types` holds {sorted(unknown)}. A DFlash layer is 'full_attention' or 'sliding_attention'."
+            )
+
+
+def evenly_spaced_layers(num_target_layers: int, num_layers: int) -> list[int]:
+    """The target layers that a drafter of `num_layers` reads if its checkpoint names none: from the second layer to
+    the third last, evenly spaced; the middle one for a single layer."""
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    step = (num_target_layers - 4) / (num_layers - 1)
+    return [round(1 + i * step) for i in range(num_layers)]
+
+
+class _LayerCache:
+    """Keys and values of one layer: a buffer with room to grow, written in place.
+
+    The block's keys and values of a forward lie behind the context's, and the next forward overwrites them.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._buffer: Tensor | None = None  # (2, batch, heads, capacity, head_dim): keys, then values
+
+    def append(self, new: Tensor, num_context: int, keep: int | None) -> Tensor:
+        """Writes `new`, of which the first `num_context` positions stay, and returns all there is to attend to.
+
+        Args:
+            new: `(2, batch, heads, num_context + block, head_dim)`.
+            num_context: Positions of `new` that belong to the context.
+            keep: How much of the old context is still needed. None for all.
+
+        Returns:
+            `(2, batch, heads, length + block, head_dim)`, a view.
+        """
+        num_new = new.shape[3]
+        if self._buffer is None or self.length + num_new > self._buffer.shape[3]:
+            self._make_room(new, keep)
+        assert self._buffer is not None
+        end = self.length + num_new
+        self._buffer[:, :, :, self.length : end] = new
+        self.length += num_context
+        return self._buffer[:, :, :, :end]
+
+    def select(self, index: Tensor) -> None:
+        """Keeps the positions `index (batch, length)` of each row, in this order."""
+        if self._buffer is not None:
+            self.length = index.shape[1]
+            expanded = index[None, :, None, :, None].expand(2, -1, self._buffer.shape[2], -1, self._buffer.shape[4])
+            self._buffer[:, :, :, : self.length] = self._buffer.gather(3, expanded)
+
+    def _make_room(self, new: Tensor, keep: int | None) -> None:
+        """A buffer twice as large as what is needed now, so that copying it costs little per token."""
+        kept = self.length if keep is None else min(self.length, keep)
+        buffer = new.new_empty((*new.shape[:3], max(2 * (kept + new.shape[3]), 64), new.shape[4]))
+        if self._buffer is not None:
+            buffer[:, :, :, :kept] = self._buffer[:, :, :, self.length - kept : self.length]
+        self._buffer, self.length = buffer, kept
+
+
+class DFlashContextCache:
+    """Keys and values of the context, for every layer of a DFlash drafter; never the block's.
+
+    Buffers grow by doubling. A layer with a sliding window forgets what no later block can see, unless rows are
+    padded.
+    """
+
+    def __init__(self) -> None:
+        self._layers: list[_LayerCache] = []
+        self._length = 0
+
+    def get_seq_length(self) -> int:
+        """Context tokens so far, forgotten ones included."""
+        return self._length
+
+    def crop(self, length: int) -> None:
+        """Takes back the last context tokens, so that `length` are left.
+
+        Raises:
+            ValueError: If there are fewer, or if a sliding layer no longer has what it would need.
+        """
+        if not 0 <= length <= self._length:
+            raise ValueError(
+                f"`length` is {length}, but must be between 0 and {self._length}, the tokens in the cache."
+            )
+        removed = self._length - length
+        if removed and any(layer.length < self._length for layer in self._layers):
+            raise ValueError(
+                f"`length` is {length}, but a layer with a sliding window has forgotten tokens that it would need "
+                f"again. Start a new `DFlashContextCache` and pass the features of all {length} tokens."
+            )
+        for layer in self._layers:
+            layer.length -= removed
+        self._length = length
+
+    def drop_padding(self, context_mask: Tensor) -> Tensor:
+        """Moves each row's tokens to the front and cuts off what is padding in all rows.
+
+        Args:
+            context_mask: `(batch, length)` bool, False where a row's context is padding. Calls with a mask forget
+                nothing, so layers with a sliding window are as long as the others.
+
+        Returns:
+            `(batch, length)` bool, the mask that belongs to the context now.
+        """
+        length = int(context_mask.sum(dim=1).max())
+        order = context_mask.int().argsort(dim=1, descending=True, stable=True)[:, :length]
+        for layer in self._layers:
+            layer.select(order)
+        self._length = length
+        return context_mask.gather(1, order)
+
+    def _append(self, layer_idx: int, new: Tensor, num_context: int, keep: int | None) -> Tensor:
+        while len(self._layers) <= layer_idx:
+            self._layers.append(_LayerCache())
+        if layer_idx == 0:
+            self._length += num_context
+        return self._layers[layer_idx].append(new, num_context, keep)
+
+
+def _block_mask(
+    block: int, context: int, window: int | None, is_causal: bool, context_mask: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """What a block may see: `(batch or 1, 1, block, context + block)` bool, or None if that is everything.
+
+    Distances are counted in real tokens, so padding anywhere in the context takes no room in a window.
+    """
+    if window is None and not is_causal and context_mask is None:
+        return None
+    slots = torch.arange(block, device=device)
+    if context_mask is None:
+        before_root = torch.arange(context, 0, -1, device=device)[None]
+    else:
+        before_root = context_mask.flip(-1).cumsum(-1).flip(-1)
+    distance = torch.cat((-before_root, slots.expand(len(before_root), -1)), dim=-1)[:, None]
+    distance = slots[:, None] - distance  # (batch or 1, block, context + block): how far back a key lies
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if is_causal:
+        visible &= distance >= 0
+    if window is not None:
+        visible &= distance.abs() < window
+    if context_mask is not None:
+        visible[:, :, :context] &= context_mask[:, None].bool()
+    return visible[:, None]
+
+
+def _rotate(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of `(batch, heads, length, head_dim)`; `cos` and `sin` are `(batch, 1, length, head_dim)`."""
+    first, second = hidden.chunk(2, dim=-1)
+    return hidden * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class DFlashAttention(nn.Module):
+    """Attention from the block to the context and to the block itself."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.scaling = config.head_dim**-0.5
+        self.is_grouped = config.num_attention_heads != config.num_key_value_heads
+        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.window = config.sliding_window if is_sliding else None
+        self.is_causal = is_sliding if config.is_causal is None else config.is_causal
+        queries, keys = (heads * self.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        block: Tensor,
+        context: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        cache: DFlashContextCache | None,
+        context_mask: Tensor | None,
+        attention_mask: Tensor | None,
+    ) -> Tensor:
+        length = block.shape[1]
+        source = block if context is None else torch.cat((context, block), dim=1)
+        num_context = source.shape[1] - length
+        cos, sin = rotary
+        query = self.q_norm(self._split_heads(self.q_proj(block))).transpose(1, 2)
+        query = _rotate(query, cos[:, :, num_context:], sin[:, :, num_context:])
+        key = self.k_norm(self._split_heads(self.k_proj(source))).transpose(1, 2)
+        key, value = _rotate(key, cos, sin), self._split_heads(self.v_proj(source)).transpose(1, 2)
+
+        reach = None if self.window is None or context_mask is not None else self.window - 1
+        if cache is not None:
+            key, value = cache._append(self.layer_idx, torch.stack((key, value)), num_context, reach)
+        if reach is not None and attention_mask is None:
+            key, value = key[:, :, -(reach + length) :], value[:, :, -(reach + length) :]
+        if attention_mask is None:
+            attention_mask = _block_mask(
+                length, key.shape[2] - length, self.window, self.is_causal, context_mask, block.device
+            )
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attention_mask, scale=self.scaling, enable_gqa=self.is_grouped
+        )
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+    def _split_heads(self, hidden: Tensor) -> Tensor:
+        return hidden.unflatten(-1, (-1, self.head_dim))
+
+
+class DFlashLayer(nn.Module):
+    """Attention and a gated MLP, each on normalised input and added to it."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: Tensor, *attention_args: Any) -> Tensor:
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), *attention_args)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DFlashDraftModel(PreTrainedModel):
+    """The DFlash drafter. It has neither embeddings nor an output head: both are the target's.
+
+    Raises:
+        ValueError: If the config does not say which target layers to read.
+    """
+
+    config_class = DFlashConfig
+    base_model_prefix = "model"
+    main_input_name = "inputs_embeds"
+    _no_split_modules = ["DFlashLayer"]
+    _supports_sdpa = True
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        if not config.target_layer_ids:
+            raise ValueError(
+                "`target_layer_ids` is not set, so the drafter does not know which of the target's layers to read. "
+                "Set it, or `num_target_layers`, in the drafter's config."
+            )
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.post_init()
+
+    def embed(self, token_ids: Tensor, target_embeddings: nn.Embedding) -> Tensor:
+        """Embeddings of a block, as this drafter was trained to see them.
+
+        Args:
+            token_ids: `(batch, block)` int64.
+            target_embeddings: The target's input embeddings. Their weights are used as they are, without a factor or a
+                norm that the target may apply, and multiplied by `input_embedding_scale`.
+
+        Returns:
+            `(batch, block, hidden_size)`, on the device and in the dtype of the drafter.
+        """
+        embedded = F.embedding(token_ids.to(target_embeddings.weight.device), target_embeddings.weight)
+        embedded = embedded.to(self.device, self.dtype)
+        scale = self.config.input_embedding_scale
+        return embedded if scale == 1 else embedded * scale
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        context_features: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: DFlashContextCache | None = None,
+        context_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """One pass over a block.
+
+        Args:
+            inputs_embeds: `(batch, block, hidden_size)`, from `embed`.
+            context_features: `(batch, new_context, len(target_layer_ids) * hidden_size)`, the outputs of the target's
+                `target_layer_ids` for the tokens it has seen since the last call, which stand in front of the block.
+            position_ids: `(batch or 1, new_context + block)` int64. By default they count on from the cache.
+            cache: Holds the context of earlier calls, and takes up this call's.
+            context_mask: `(batch, total_context)`, false where a row's context, cached or new, is padding. None if
+                nothing is.
+            attention_mask: `(batch or 1, 1, block, total_context + block)` bool, what each slot may see, in place of
+                everything else that decides it. For training, where many blocks share one pass.
+
+        Returns:
+            `(batch, block, hidden_size)`; slot `i` predicts the token at offset `i` from the root. See
+            `compute_logits`.
+
+        Raises:
+            ValueError: If `position_ids` or `context_mask` do not cover what they must.
+        """
+        num_context = 0 if context_features is None else context_features.shape[1]
+        cached = 0 if cache is None else cache.get_seq_length()
+        num_new = num_context + inputs_embeds.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(cached, cached + num_new, device=inputs_embeds.device)[None]
+        elif position_ids.shape[-1] != num_new:
+            raise ValueError(
+                f"`position_ids` has {position_ids.shape[-1]} positions, but the new context and the block have "
+                f"{num_context} + {inputs_embeds.shape[1]}. Pass one position for each."
+            )
+        if context_mask is not None and context_mask.shape[-1] != cached + num_context:
+            raise ValueError(
+                f"`context_mask` has {context_mask.shape[-1]} columns, but the context has {cached} cached and "
+                f"{num_context} new tokens. Pass one column for each."
+            )
+        context = None if num_context == 0 else self.hidden_norm(self.fc(context_features))
+        cos, sin = self.rotary_emb(inputs_embeds, position_ids)
+        rotary = cos[:, None], sin[:, None]
+        hidden_states = inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, context, rotary, cache, context_mask, attention_mask)
+        return self.norm(hidden_states)
+
+    def compute_logits(self, hidden_states: Tensor, lm_head: nn.Module) -> Tensor:
+        """Logits of `(..., hidden_size)` by the target's output head, with this drafter's factor and bound."""
+        logits = lm_head(hidden_states)
+        if self.config.output_multiplier != 1:
+            logits = logits * self.config.output_multiplier
+        if bound := self.config.final_logit_softcapping:
+            logits = torch.tanh(logits / bound) * bound
+        return logits
+
+
+AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
+AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)

@@ -1,0 +1,144 @@
+"""Finding out what format a drafter's checkpoint has, loading it, and checking that it fits its target."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .dflash import DFlashConfig, DFlashDraftModel
+
+# Keywords of `from_pretrained` that say where the files are.
+_HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+# Settings that z-lab keeps in `dflash_config` or, in other files, at the top level.
+_DFLASH_SETTINGS = (
+    "block_size",
+    "target_layer_ids",
+    "mask_token_id",
+    "is_causal",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+_SUPPORTED = "Supported are DFlash checkpoints as z-lab publishes them and drafters saved by this package."
+
+
+def load_drafter(
+    path_or_repo_id: str | os.PathLike[str], target_model: PreTrainedModel | None = None, **from_pretrained_kwargs: Any
+) -> DFlashDraftModel:
+    """Loads a drafter from a local folder or the Hugging Face Hub, and checks that it fits its target.
+
+    No code from the checkpoint is run: `trust_remote_code` is neither needed nor passed on.
+
+    Args:
+        path_or_repo_id: A folder, or a repository of the Hub such as `"z-lab/Qwen3.5-4B-DFlash"`.
+        target_model: The model that the drafter will draft for. Its dtype, and the device of its output head, are the
+            defaults for the drafter's.
+        from_pretrained_kwargs: Passed on to `from_pretrained`, e.g. `dtype`, `device_map`, `revision`, `token`.
+
+    Returns:
+        The drafter, in evaluation mode.
+
+    Raises:
+        ValueError: If the checkpoint has a format that is not supported, lacks weights, or does not fit the target.
+        OSError: If there is no such folder or repository.
+    """
+    options = {"trust_remote_code": None, **from_pretrained_kwargs}
+    options.pop("trust_remote_code")
+    location = {key: options[key] for key in _HUB_KWARGS if key in options}
+    raw_config, _ = PreTrainedConfig.get_config_dict(path_or_repo_id, **location)
+    config = read_drafter_config(raw_config, path_or_repo_id)
+
+    move_to = None
+    if target_model is not None:
+        _check_config_fits(config, target_model)
+        options.setdefault("dtype", target_model.dtype)
+        if "device_map" not in options:
+            move_to = _head_device(target_model)
+    loaded = DFlashDraftModel.from_pretrained(path_or_repo_id, config=config, output_loading_info=True, **options)
+    drafter, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"The checkpoint {str(path_or_repo_id)!r} lacks {len(missing)} of the drafter's weights, e.g. "
+            f"{missing[0]!r}. Download it again, or check that its config.json belongs to its weights."
+        )
+    return drafter if move_to is None else drafter.to(move_to)
+
+
+def read_drafter_config(raw_config: dict[str, Any], path_or_repo_id: str | os.PathLike[str]) -> DFlashConfig:
+    """Turns the contents of a drafter's `config.json` into a `DFlashConfig`, whichever supported format it has.
+
+    Raises:
+        ValueError: If the format is not supported, or a setting is out of range.
+    """
+    name = str(path_or_repo_id)
+    nested = raw_config.get("dflash_config") or {}
+    architectures = raw_config.get("architectures") or []
+    if "speculators_model_type" in raw_config:
+        kind = f"the speculators format ({raw_config['speculators_model_type']!r})"
+        raise ValueError(f"The checkpoint {name!r} is in {kind}, which is not supported. {_SUPPORTED}")
+    if "DFlash2DraftModel" in architectures or "selector_rank" in {*nested, *raw_config}:
+        raise ValueError(
+            f"The checkpoint {name!r} is a DFlash 2 drafter ('DFlash2DraftModel'), which is not supported. "
+            f"{_SUPPORTED} Look for a DFlash drafter of the first version for the same target."
+        )
+    if raw_config.get("model_type") == DFlashConfig.model_type:
+        return DFlashConfig.from_dict(raw_config)
+    if "DFlashDraftModel" not in architectures:
+        found = f"`architectures` {architectures} and `model_type` {raw_config.get('model_type')!r}"
+        raise ValueError(f"The checkpoint {name!r} is no drafter that can be loaded: it has {found}. {_SUPPORTED}")
+
+    settings = {key: raw_config[key] for key in _DFLASH_SETTINGS if raw_config.get(key) is not None}
+    settings |= {key: nested[key] for key in _DFLASH_SETTINGS if nested.get(key) is not None}
+    dropped = {"architectures", "auto_map", "dflash_config", "model_type", "transformers_version", *_DFLASH_SETTINGS}
+    kept = {key: value for key, value in raw_config.items() if key not in dropped}
+    return DFlashConfig.from_dict({**kept, **settings})
+
+
+def check_drafter_fits(drafter: DFlashDraftModel, target_model: PreTrainedModel) -> None:
+    """Checks that a drafter can draft for a target.
+
+    Raises:
+        ValueError: If hidden size, vocabulary or layers disagree, or the target has no output head; the message says
+            what disagrees.
+    """
+    _check_config_fits(drafter.config, target_model)
+
+
+def _check_config_fits(config: DFlashConfig, target_model: PreTrainedModel) -> None:
+    target = target_model.config.get_text_config()
+    kind = type(target_model).__name__
+    advice = "Choose a drafter that was trained for this target."
+    if target_model.get_output_embeddings() is None:
+        raise ValueError(
+            f"The target, a {kind}, has no output head, which the drafter needs. Load it with `AutoModelForCausalLM`."
+        )
+    for setting, target_setting in (
+        ("hidden_size", "hidden_size"),
+        ("vocab_size", "vocab_size"),
+        ("num_target_layers", "num_hidden_layers"),
+    ):
+        given, allowed = getattr(config, setting), getattr(target, target_setting)
+        if given is not None and given != allowed:
+            raise ValueError(
+                f"The drafter does not fit the target: the drafter has `{setting}` {given}, but the target, a {kind}, "
+                f"has `{target_setting}` {allowed}. {advice}"
+            )
+    if config.mask_token_id is None:
+        raise ValueError(
+            "The drafter's config has no `mask_token_id`, so it cannot say what fills the slots to predict. Set "
+            "`drafter.config.mask_token_id` to the token that it was trained with."
+        )
+    if wrong := [layer for layer in config.target_layer_ids or [] if layer >= target.num_hidden_layers]:
+        raise ValueError(
+            f"The drafter does not fit the target: its `target_layer_ids` hold {wrong}, but the target, a {kind}, has "
+            f"layers 0 to {target.num_hidden_layers - 1}. {advice}"
+        )
+
+
+def _head_device(target_model: PreTrainedModel) -> torch.device:
+    """Where the target's output head is; where the model is, if its weights are offloaded."""
+    device = target_model.get_output_embeddings().weight.device
+    return target_model.device if device.type == "meta" else device

@@ -1,0 +1,183 @@
+"""The sequences that decoding emits: tokens, their scores, the streamer, and where they must stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.utils import ModelOutput
+
+from .acceptance import Choices
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+
+class EmittedSequences:
+    """Rows that are extended together, a token each at a time, exactly as plain decoding extends a batch.
+
+    Args:
+        input_ids: `(rows, length)` int64, the prompts.
+        stopping_criteria: Asked after every token.
+        generation_config: Says whether scores and logits are kept, and what pads a row that has finished.
+        streamer: Gets every token as soon as it is emitted.
+
+    Attributes:
+        unfinished: Which rows go on.
+        scores, logits: A tensor `(rows, vocab)` a token, None if they are not kept.
+        hidden_states, attentions: What the target's outputs of this name would be in plain decoding, an entry a token;
+            None if they are not kept.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+    ) -> None:
+        keeps_details = generation_config.return_dict_in_generate
+        self._buffer = input_ids
+        self._length = input_ids.shape[1]
+        self._stopping_criteria = stopping_criteria
+        self._streamer = streamer
+        # As in plain decoding, rows are padded only where an end-of-sequence token can end one before the others.
+        self._pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self._pad_token = (
+            0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
+        )
+        self.unfinished = [True] * len(input_ids)
+        self.scores: list[Tensor] | None = [] if keeps_details and generation_config.output_scores else None
+        self.logits: list[Tensor] | None = [] if keeps_details and generation_config.output_logits else None
+        self.hidden_states: list[Any] | None = [] if keeps_details and generation_config.output_hidden_states else None
+        self.attentions: list[Any] | None = [] if keeps_details and generation_config.output_attentions else None
+
+    @property
+    def token_ids(self) -> Tensor:
+        """`(rows, length)` int64, the prompts and every emitted token. Never changed afterwards, only extended."""
+        return self._buffer[:, : self._length]
+
+    @property
+    def finished(self) -> bool:
+        """Whether no row goes on."""
+        return not any(self.unfinished)
+
+    @property
+    def padding(self) -> list[bool]:
+        """Which rows have finished and get padding from now on."""
+        return [self._pads and not unfinished for unfinished in self.unfinished]
+
+    @property
+    def pad_token(self) -> int:
+        """What pads a row that has finished."""
+        return self._pad_token
+
+    def append(self, choices: Choices) -> list[int]:
+        """Emits a token a row: scores, tokens, criteria, streamer, in the order of plain decoding.
+
+        Returns:
+            The emitted tokens: those of `choices`, and padding for rows that have finished.
+        """
+        if self.scores is not None:
+            self.scores.append(
+                (choices.logits if choices.scores is None else choices.scores).to(torch.float32, copy=True)
+            )
+        if self.logits is not None:
+            self.logits.append(choices.logits.to(torch.float32, copy=True))
+        tokens = [self._pad_token if pads else token for token, pads in zip(choices.tokens, self.padding)]
+        if self._length == self._buffer.shape[1]:
+            self._buffer = torch.nn.functional.pad(self._buffer, (0, max(64, self._length // 2)))
+        self._length += 1
+        newest = self._buffer[:, self._length - 1]
+        newest.copy_(torch.tensor(tokens))
+        stop = self._stopping_criteria(self.token_ids, None if self.scores is None else tuple(self.scores))
+        self.unfinished = [unfinished and not stops for unfinished, stops in zip(self.unfinished, stop.tolist())]
+        if self._streamer is not None:
+            self._streamer.put(newest.cpu())
+        return tokens
+
+    def keep_prefill(self, outputs: ModelOutput) -> None:
+        """Keeps the hidden states and attentions of the forward that gave the first token."""
+        if self.hidden_states is not None:
+            self.hidden_states.append(outputs.hidden_states)
+        if self.attentions is not None:
+            self.attentions.append(outputs.attentions)
+
+    def keep_round(self, outputs: ModelOutput, paths: Sequence[list[int]], windows: Sequence[int | None]) -> None:
+        """Keeps the hidden states and attentions of a verification, an entry for each node that emitted a token.
+
+        Args:
+            outputs: Of a forward over trees, one a row.
+            paths: The rows' accepted paths, all of the same length.
+            windows: For each entry of the attentions its layer's sliding window, None without one.
+        """
+        for step in range(len(paths[0])):
+            if self.hidden_states is not None:
+                self.hidden_states.append(
+                    tuple(
+                        torch.stack([states[row, path[step] : path[step] + 1] for row, path in enumerate(paths)])
+                        for states in outputs.hidden_states
+                    )
+                )
+            if self.attentions is not None:
+                self.attentions.append(
+                    tuple(
+                        None if weights is None else _weights_of(weights, [path[: step + 1] for path in paths], window)
+                        for weights, window in zip(outputs.attentions, windows, strict=True)
+                    )
+                )
+
+    def end_stream(self) -> None:
+        """Tells the streamer that nothing follows."""
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+def _weights_of(weights: Tensor, paths: Sequence[list[int]], window: int | None) -> Tensor:
+    """Attention weights `(rows, heads, 1, keys)` of each path's last node, over the cached keys and the path's.
+
+    Args:
+        weights: `(rows, heads, n, cached + n)`, of all nodes.
+        paths: One a row, all of the same length.
+        window: The layer's sliding window, None without one.
+    """
+    num_nodes = weights.shape[2]
+    cached = torch.arange(weights.shape[3] - num_nodes, device=weights.device)
+    rows = []
+    for row, path in enumerate(paths):
+        nodes = len(cached) + torch.tensor(path, device=weights.device)
+        keys = torch.cat((cached, nodes))[-window if window is not None else None :]
+        rows.append(weights[row, :, path[-1] : path[-1] + 1, keys])
+    return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows of the batch that walk together.
+
+    Attributes:
+        rows: Their indices in the batch.
+        sequences: What they emit.
+    """
+
+    rows: list[int]
+    sequences: EmittedSequences
+
+
+def gather_rows(groups: Sequence[RowGroup], pad_token: int = 0, pad_left: bool = True) -> Tensor:
+    """`(batch, length)` int64, the tokens of all rows; shorter ones are padded."""
+    if len(groups) == 1:
+        return groups[0].sequences.token_ids
+    rows = {row: ids for group in groups for row, ids in zip(group.rows, group.sequences.token_ids)}
+    length = max(map(len, rows.values()))
+    return torch.stack(
+        [
+            torch.nn.functional.pad(rows[row], (missing, 0) if pad_left else (0, missing), value=pad_token)
+            for row in range(len(rows))
+            for missing in [length - len(rows[row])]
+        ]
+    )

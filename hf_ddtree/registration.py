@@ -1,0 +1,120 @@
+"""Teaches `GenerationMixin.generate` the argument `generation_strategy`, reversibly."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+
+from .attention import dispatch
+from .configuration import DDTreeConfig
+from .strategy import DDTreeDecoding, ddtree
+
+# What each strategy fixes of `DDTreeConfig`: a chain is a tree of width 1.
+STRATEGIES: dict[str, dict[str, Any]] = {"ddtree": {}, "dflash": {"tree_shape": "chain"}}
+
+_lock = threading.Lock()
+_original: Callable[..., Any] | None = None
+
+
+def register() -> None:
+    """Adds `generation_strategy` to `generate()` of every model. Done on `import hf_ddtree`; a second call is fine."""
+    global _original
+    with _lock:
+        if _original is None:
+            _original = GenerationMixin.generate
+            GenerationMixin.generate = _with_strategies(_original)
+
+
+def unregister() -> None:
+    """Restores Transformers as it was before `register()`, the functions of models that were decoded by tree included.
+
+    A second call does nothing.
+    """
+    global _original
+    with _lock:
+        if _original is not None:
+            GenerationMixin.generate = _original
+            _original = None
+        dispatch.uninstall()
+
+
+def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+        del arguments["self"]
+        strategy = _setting(self, arguments, "generation_strategy")
+        decoding = arguments.pop("custom_generate", None)
+        if strategy is not None:
+            if decoding is not None:
+                raise ValueError("Both `generation_strategy` and `custom_generate` are given. Pass one of them.")
+            decoding = _decoding(self, strategy, arguments)
+        elif isinstance(decoding, DDTreeDecoding):
+            decoding = decoding.with_streamer(arguments.get("streamer"))
+        else:
+            kwargs.pop("generation_strategy", None)
+            return original(self, *args, **kwargs)
+        _use_tokenizer(self, arguments)
+        return original(self, custom_generate=decoding, **arguments)
+
+    return generate
+
+
+def _decoding(model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]) -> DDTreeDecoding:
+    """Makes the decoding method of a strategy; takes what is its own out of the arguments of `generate()`."""
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
+        raise ValueError(
+            f"`generation_strategy` is {strategy!r}, but must be one of {', '.join(map(repr, STRATEGIES))}. Leave it "
+            "out for plain decoding."
+        )
+    knobs = {name: _configured(model, arguments, name) for name in DDTreeConfig.knobs()}
+    knobs = {name: value for name, value in knobs.items() if value is not None}
+    knobs |= {name: arguments.pop(name) for name in DDTreeConfig.knobs() if name in arguments}
+    arguments.pop("generation_strategy", None)
+    return ddtree(
+        assistant_model=arguments.pop("assistant_model", None),
+        candidate_generator=arguments.pop("candidate_generator", None),
+        draft_state=arguments.pop("draft_state", None),
+        streamer=arguments.get("streamer"),
+        **(knobs | STRATEGIES[strategy]),
+    )
+
+
+def _use_tokenizer(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Does what needs the tokenizer, as Transformers does not pass it on when the decoding method is not its own."""
+    tokenizer = arguments.pop("tokenizer", None)
+    if tokenizer is None:
+        return
+    if _setting(model, arguments, "token_healing"):
+        raise ValueError(
+            "`token_healing` does not work with tree decoding. Pass `model.heal_tokens(input_ids, tokenizer)` as the "
+            "inputs and leave `token_healing` out."
+        )
+    stop_strings = _setting(model, arguments, "stop_strings")
+    if stop_strings is not None:
+        criterion = StopStringCriteria(tokenizer, stop_strings)
+        arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
+        arguments["stop_strings"] = None
+
+
+def _setting(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> Any:
+    """What the call says, or else the configurations; None if none does."""
+    value = arguments.get(name)
+    return _configured(model, arguments, name) if value is None else value
+
+
+def _configured(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> Any:
+    """What the call's generation config says, or else the model's own; None if neither does."""
+    for config in (arguments.get("generation_config"), getattr(model, "generation_config", None)):
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None

@@ -1,0 +1,195 @@
+"""Tree decoding as a decoding method of `generate()`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import logits_process
+from transformers.generation import stopping_criteria as stopping
+
+from .acceptance import PER_TOKEN_PROCESSORS, Chooser
+from .candidate_generators import DFlashTreeCandidateGenerator, TreeCandidateGenerator
+from .compat import CACHE_KEY, cache_of
+from .configuration import DDTreeConfig
+from .decoding import decode
+from .drafters import DFlashDraftModel
+from .emission import EmittedSequences, RowGroup, gather_rows
+from .output import DDTreeOutput
+from .support import check_cache, check_call, check_target
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+# What treats each row of a batch as if it were alone, whatever its length. Exact types: a subclass may do otherwise.
+ROW_WISE_PROCESSORS = PER_TOKEN_PROCESSORS | {
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+}
+ROW_WISE_CRITERIA = frozenset({stopping.EosTokenCriteria, stopping.MaxLengthCriteria})
+OUTPUTS_OF_ALL_ROWS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+
+
+class DDTreeDecoding:
+    """A decoding method in the form that `generate(custom_generate=...)` takes. Made by `ddtree`."""
+
+    def __init__(
+        self,
+        config: DDTreeConfig,
+        assistant_model: PreTrainedModel | None,
+        candidate_generator: TreeCandidateGenerator | None,
+        draft_state: Any,
+        streamer: BaseStreamer | None,
+    ) -> None:
+        self.config = config
+        self._draft_state = draft_state
+        self._assistant_model = assistant_model
+        self._candidate_generator = candidate_generator
+        self._streamer = streamer
+
+    def with_streamer(self, streamer: BaseStreamer | None) -> DDTreeDecoding:
+        """The same method with a streamer, or with the one it has if that is None."""
+        return DDTreeDecoding(
+            self.config,
+            self._assistant_model,
+            self._candidate_generator,
+            self._draft_state,
+            streamer or self._streamer,
+        )
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> DDTreeOutput | Tensor:
+        """Decodes from the inputs that `generate()` prepared."""
+        check_call(generation_config, logits_processor)
+        check_target(model)
+        check_cache(cache_of(model_kwargs))
+        generator = self._candidate_generator
+        if generator is None:
+            generator = make_candidate_generator(self._assistant_model, model, self.config, self._draft_state)
+        groups = make_groups(input_ids, logits_processor, stopping_criteria, generation_config, self._streamer)
+        chooser = Chooser(logits_processor, generation_config.do_sample)
+        stats = decode(model, groups, chooser, generator, self.config, generation_config, model_kwargs)
+        for group in groups:
+            group.sequences.end_stream()
+        first = groups[0].sequences
+        sequences = gather_rows(groups, first.pad_token, pad_left=False).clone()
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return DDTreeOutput(
+            sequences=sequences,
+            scores=None if first.scores is None else tuple(first.scores),
+            logits=None if first.logits is None else tuple(first.logits),
+            hidden_states=None if first.hidden_states is None else tuple(first.hidden_states),
+            attentions=None if first.attentions is None else tuple(first.attentions),
+            ddtree_stats=stats,
+            draft_state=generator.state,
+            **{CACHE_KEY: cache_of(model_kwargs)},
+        )
+
+
+def ddtree(
+    assistant_model: PreTrainedModel | None = None,
+    candidate_generator: TreeCandidateGenerator | None = None,
+    draft_state: Any = None,
+    streamer: BaseStreamer | None = None,
+    **knobs: Any,
+) -> DDTreeDecoding:
+    """Tree decoding for `generate(custom_generate=hf_ddtree.ddtree(...))`, without patching Transformers.
+
+    Args:
+        assistant_model: The drafter.
+        candidate_generator: Who proposes trees, instead of a drafter.
+        draft_state: A former output's `draft_state`, passed on together with its cache: what the drafter knew of the
+            sequences. Without it, or if it is of other sequences than the cache, drafting starts cold.
+        streamer: Gets the emitted tokens. Transformers does not pass its `streamer` argument on to custom decoding
+            methods, so give it here as well.
+        **knobs: Fields of `DDTreeConfig`, such as `tree_budget`.
+
+    Raises:
+        ValueError: If neither or both of the drafter and the generator are given, or a knob has a value that is not
+            allowed.
+        TypeError: If the generator is no `TreeCandidateGenerator`, or a keyword argument is no knob.
+    """
+    config, unknown = DDTreeConfig.from_kwargs(knobs)
+    if unknown:
+        raise TypeError(
+            f"`ddtree` has no argument {', '.join(map(repr, unknown))}. Its knobs are "
+            f"{', '.join(DDTreeConfig.knobs())}."
+        )
+    if assistant_model is None and candidate_generator is None:
+        raise ValueError(
+            "Tree decoding needs a drafter, but neither `assistant_model` nor `candidate_generator` is given. Load "
+            "one with `hf_ddtree.load_drafter(..., target_model=model)` and pass it as `assistant_model`."
+        )
+    if assistant_model is not None and candidate_generator is not None:
+        raise ValueError(
+            "Both `assistant_model` and `candidate_generator` are given, but only one can draft. Pass one."
+        )
+    if candidate_generator is not None and not isinstance(candidate_generator, TreeCandidateGenerator):
+        raise TypeError(
+            f"`candidate_generator` must be a `hf_ddtree.TreeCandidateGenerator`, but is a "
+            f"`{type(candidate_generator).__name__}`."
+        )
+    return DDTreeDecoding(config, assistant_model, candidate_generator, draft_state, streamer)
+
+
+def make_candidate_generator(
+    assistant_model: Any, model: PreTrainedModel, config: DDTreeConfig, draft_state: Any = None
+) -> TreeCandidateGenerator:
+    """The generator for a drafter, chosen by what the drafter is.
+
+    Raises:
+        ValueError: If the drafter is of a kind that the package does not know, or does not fit the model.
+    """
+    if isinstance(assistant_model, DFlashDraftModel):
+        return DFlashTreeCandidateGenerator(assistant_model, model, config, draft_state)
+    raise ValueError(
+        f"`assistant_model` is a `{type(assistant_model).__name__}`, but must be a drafter that "
+        "`hf_ddtree.load_drafter` loads. For another way to draft, pass a `TreeCandidateGenerator` as "
+        "`candidate_generator`."
+    )
+
+
+def make_groups(
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: BaseStreamer | None,
+) -> list[RowGroup]:
+    """Lets every row walk for itself where no one can tell, and all rows together where someone could.
+
+    Rows that walk for themselves accept more. But a processor, criterion or streamer that looks at a whole batch must
+    find rows of equal length in it, and scores have an entry a token of all rows.
+    """
+    apart = (
+        all(type(processor) in ROW_WISE_PROCESSORS for processor in logits_processor)
+        and all(type(criterion) in ROW_WISE_CRITERIA for criterion in stopping_criteria)
+        and streamer is None
+        and not (
+            generation_config.return_dict_in_generate
+            and any(getattr(generation_config, name) for name in OUTPUTS_OF_ALL_ROWS)
+        )
+    )
+    batch_size = len(input_ids)
+    rows = [[row] for row in range(batch_size)] if apart else [list(range(batch_size))]
+    return [
+        RowGroup(group, EmittedSequences(input_ids[group], stopping_criteria, generation_config, streamer))
+        for group in rows
+    ]

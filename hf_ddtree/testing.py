@@ -1,0 +1,83 @@
+"""Candidate generators whose accuracy is set and not learned, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from .candidate_generators.base import DraftContext, TreeCandidateGenerator
+from .draft_tree import DraftTree
+
+
+class OracleTreeCandidateGenerator(TreeCandidateGenerator):
+    """Hides the continuation that plain decoding gives among branches that it does not.
+
+    Tests with a drafter that is never right test rejection alone. This one is right as often as it is told to be, and
+    what is right is never the first child of its parent, so that the accepted path is never a prefix of the tree.
+
+    Args:
+        sequences: `(batch, length)` or `(length,)`, tokens of the prompts and of what plain decoding makes of them.
+        vocab_size: Distractors are drawn from the tokens below.
+        accuracy: Probability that the tree goes on with the right token at a depth, given that it did so far.
+        max_depth: Depth of the deepest node.
+        max_children: Most children of a node.
+        seed: Seed of the generator's own random numbers.
+    """
+
+    def __init__(
+        self,
+        sequences: Tensor,
+        vocab_size: int,
+        accuracy: float = 0.8,
+        max_depth: int = 8,
+        max_children: int = 3,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self._sequences = torch.atleast_2d(sequences).tolist()
+        self._vocab_size = vocab_size
+        self._accuracy = accuracy
+        self._max_depth = max_depth
+        self._max_children = max_children
+        self._random = random.Random(seed)
+
+    def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
+        lengths = [min(position + 1, context.input_ids.shape[1]) for position in context.root_positions]
+        rows = [ids[-length:].tolist() for ids, length in zip(context.input_ids, lengths)]
+        return [self._propose(emitted, sequence, budget) for emitted, sequence in zip(rows, self._sequences)]
+
+    def _propose(self, emitted: list[int], sequence: list[int], budget: int) -> DraftTree:
+        truth = sequence[len(emitted) :] if emitted == sequence[: len(emitted)] else []
+        depth_limit = self._random.randint(1, self._max_depth)
+        tokens, parents, depths, log_probs = [emitted[-1]], [-1], [0], [0.0]
+        on_truth: int | None = 0
+        while len(tokens) <= budget:
+            growing = [node for node in range(len(tokens)) if depths[node] < depth_limit and node not in parents]
+            if on_truth is not None and (on_truth not in growing or self._random.random() > self._accuracy):
+                on_truth = None
+            if not growing:
+                break
+            # The right path goes on first, so that the budget does not end it before its time.
+            parent = on_truth if on_truth is not None else self._random.choice(growing)
+            right = truth[depths[parent]] if on_truth is not None and depths[parent] < len(truth) else None
+            room = budget + 1 - len(tokens)
+            children = self._distinct_tokens(self._random.randint(1, self._max_children), without=right)[:room]
+            if right is None:
+                on_truth = None
+            else:
+                place = self._random.randint(1, len(children)) if len(children) < room else len(children) - 1
+                children[place:place] = [right]
+                children = children[:room]
+                on_truth = len(tokens) + place
+            for child in children:
+                tokens.append(child)
+                parents.append(parent)
+                depths.append(depths[parent] + 1)
+                log_probs.append(log_probs[parent] - self._random.random())
+        return DraftTree.from_parents(tokens, parents, log_probs)
+
+    def _distinct_tokens(self, count: int, without: int | None) -> list[int]:
+        candidates = [token for token in range(self._vocab_size) if token != without]
+        return self._random.sample(candidates, min(count, len(candidates)))
