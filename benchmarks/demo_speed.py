@@ -1,0 +1,156 @@
+"""Speed of plain decoding, chain and trees on the pair that ships with the package.
+
+    python benchmarks/demo_speed.py --output benchmarks/results/demo_speed.json
+
+Greedy, float32. For every prompt all methods run one after the other, in an order that rotates from prompt to prompt,
+and every output is compared with plain decoding's. Reported are medians over prompts with their quartiles.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import hf_ddtree
+from hf_ddtree.demo import demo_prompts
+
+
+class ForwardTimer:
+    """Time spent inside a module's forwards."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.seconds = 0.0
+        module.register_forward_pre_hook(self._start)
+        module.register_forward_hook(self._stop)
+
+    def _start(self, *_: Any) -> None:
+        self._started = time.perf_counter()
+
+    def _stop(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self._started
+
+
+def quartiles(values: list[float]) -> list[float]:
+    return [round(value, 4) for value in statistics.quantiles(values, n=4, method="inclusive")]
+
+
+def machine() -> dict[str, Any]:
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), None)
+    return {
+        "cpu": cpu or platform.processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_ddtree": hf_ddtree.__version__,
+    }
+
+
+def main(
+    prompts: Annotated[int, typer.Option(help="Number of held-out prompts.")] = 24,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 256,
+    budgets: Annotated[list[int], typer.Option(help="Tree budgets.")] = [8, 16, 32],  # noqa: B006
+    output: Annotated[Path | None, typer.Option(help="Where to write the raw figures as JSON.")] = None,
+) -> None:
+    transformers.logging.set_verbosity_error()
+    model, drafter, tokenizer = hf_ddtree.load_demo()
+    methods: dict[str, dict[str, Any]] = {"plain": {}, "chain": {"generation_strategy": "dflash"}}
+    for budget in budgets:
+        methods[f"tree {budget}"] = {"generation_strategy": "ddtree", "tree_budget": budget}
+    for name, arguments in methods.items():
+        if name != "plain":
+            arguments["assistant_model"] = drafter
+    inputs = [tokenizer(entry["prompt"], return_tensors="pt") for entry in demo_prompts()[:prompts]]
+    if len(inputs) < prompts:
+        raise typer.BadParameter(f"The pair ships {len(inputs)} prompts.", param_hint="--prompts")
+    target_timer, drafter_timer = ForwardTimer(model), ForwardTimer(drafter)
+
+    def run(name: str, prompt: Any) -> dict[str, Any]:
+        target_timer.seconds = drafter_timer.seconds = 0.0
+        start = time.perf_counter()
+        out = model.generate(
+            **prompt, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True, **methods[name]
+        )
+        seconds = time.perf_counter() - start
+        tokens = out.sequences.shape[1] - prompt["input_ids"].shape[1]
+        row = {"tokens": tokens, "seconds": seconds, "target_seconds": target_timer.seconds}
+        if name != "plain":
+            stats = out.ddtree_stats
+            row |= {
+                "drafter_seconds": drafter_timer.seconds,
+                "rounds": len(stats.accepted_lengths),
+                "accepted_lengths": stats.accepted_lengths,
+                "stage_seconds": stats.stage_seconds,
+            }
+        return row | {"sequence": out.sequences[0].tolist()}
+
+    for name in methods:
+        run(name, inputs[0])
+    names = list(methods)
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for index, prompt in enumerate(track(inputs, "prompts", console=Console(stderr=True))):
+        shift = index % len(names)
+        for name in names[shift:] + names[:shift]:
+            rows[name].append(run(name, prompt))
+    for name in names:
+        for row, plain in zip(rows[name], rows["plain"]):
+            row["identical"] = row["sequence"] == plain["sequence"]
+    for row in (row for name in names for row in rows[name]):
+        del row["sequence"]
+
+    summary = {name: summarise(rows[name], rows["plain"]) for name in names}
+    show(summary)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        report = {"machine": machine(), "max_new_tokens": max_new_tokens, "summary": summary, "rows": rows}
+        output.write_text(json.dumps(report, indent=1) + "\n")
+    if not all(entry["identical"] == len(inputs) for entry in summary.values()):
+        raise SystemExit("Some outputs differ from plain decoding's.")
+
+
+def summarise(rows: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+    speeds = [row["tokens"] / row["seconds"] for row in rows]
+    summary: dict[str, Any] = {
+        "identical": sum(row["identical"] for row in rows),
+        "tokens_per_second": quartiles(speeds),
+        "speedup": quartiles([one["seconds"] / row["seconds"] for row, one in zip(rows, plain)]),
+    }
+    if "rounds" in rows[0]:
+        rounds = sum(row["rounds"] for row in rows)
+        stages = {name: sum(row["stage_seconds"][name] for row in rows) for name in rows[0]["stage_seconds"]}
+        forwards = sum(row["target_seconds"] + row["drafter_seconds"] for row in rows)
+        summary |= {
+            "tokens_per_forward": sum(map(sum, (row["accepted_lengths"] for row in rows))) / rounds,
+            "round_ms": {name: round(seconds / rounds * 1e3, 3) for name, seconds in stages.items()},
+            "target_forward_ms": round(sum(row["target_seconds"] for row in rows) / rounds * 1e3, 3),
+            "drafter_forward_ms": round(sum(row["drafter_seconds"] for row in rows) / rounds * 1e3, 3),
+            "outside_forwards": round(1 - forwards / sum(row["seconds"] for row in rows), 4),
+        }
+    return summary
+
+
+def show(summary: dict[str, Any]) -> None:
+    table = Table("method", "identical", "tokens/s", "quartiles", "speedup", "tokens/forward", "round ms", "outside forwards")
+    for name, entry in summary.items():
+        low, median, high = entry["tokens_per_second"]
+        cells = [name, str(entry["identical"]), f"{median:.1f}", f"{low:.1f}-{high:.1f}", f"{entry['speedup'][1]:.2f}"]
+        if "round_ms" in entry:
+            total = sum(entry["round_ms"].values())
+            cells += [f"{entry['tokens_per_forward']:.2f}", f"{total:.2f}", f"{entry['outside_forwards']:.1%}"]
+        table.add_row(*cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,32 @@
+"""Completes a function with the pair that ships, by plain `generate()` and by tree, and compares the tokens."""
+
+import time
+
+import torch
+
+import hf_ddtree
+
+model, drafter, tokenizer = hf_ddtree.load_demo()
+inputs = tokenizer("def read_lines(path):\n", return_tensors="pt")
+options = {"max_new_tokens": 128, "do_sample": False, "return_dict_in_generate": True}
+
+start = time.perf_counter()
+plain = model.generate(**inputs, **options)
+plain_seconds = time.perf_counter() - start
+
+start = time.perf_counter()
+tree = model.generate(**inputs, **options, assistant_model=drafter, generation_strategy="ddtree", tree_budget=16)
+tree_seconds = time.perf_counter() - start
+
+print(tokenizer.decode(tree.sequences[0], skip_special_tokens=True))
+print()
+new_tokens = plain.sequences.shape[1] - inputs.input_ids.shape[1]
+lengths = tree.ddtree_stats.accepted_lengths
+print(f"plain:  {new_tokens / plain_seconds:6.1f} tokens/s, 1 token per forward of the target")
+print(
+    f"ddtree: {new_tokens / tree_seconds:6.1f} tokens/s, "
+    f"{sum(lengths) / len(lengths):.2f} tokens per forward of the target"
+)
+
+assert torch.equal(plain.sequences, tree.sequences)
+print("The tokens are identical.")

@@ -1,0 +1,132 @@
+"""How well a drafter drafts: decoding rounds replayed on the target's own held-out continuations.
+
+In greedy decoding the tokens are known beforehand, so every round can be replayed without the target: draft at the
+root, build the tree, follow the true tokens into it, go on behind the last one found. The figures are those of real
+decoding with the same target and prompts.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from common import TARGET_LAYER_IDS, device
+from self_text import open_rows
+from torch import Tensor
+from transformers import Qwen3_5ForCausalLM
+
+from hf_ddtree.draft_tree import build_tree, top_candidates
+from hf_ddtree.drafters import DFlashDraftModel, load_drafter
+
+CANDIDATES = 32
+
+
+def blocks_at(anchors: Tensor, length: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Positions and attention mask of many blocks that share one pass over a context of `length` tokens.
+
+    Args:
+        anchors: `(batch, blocks)` int64, the root's position of each block.
+
+    Returns:
+        `(batch, length + blocks * block_size)` int64; and `(batch, 1, blocks * block_size, length + blocks *
+        block_size)` bool: a block sees the context before its root, and itself.
+    """
+    batch, blocks = anchors.shape
+    slots = torch.arange(block_size, device=anchors.device)
+    context = torch.arange(length, device=anchors.device)
+    positions = (anchors[..., None] + slots).flatten(1)
+    owner = torch.arange(blocks, device=anchors.device).repeat_interleave(block_size)
+    sees_context = context < anchors.repeat_interleave(block_size, dim=1)[..., None]
+    sees_block = (owner[:, None] == owner).expand(batch, -1, -1)
+    return torch.cat((context.expand(batch, -1), positions), dim=1), torch.cat((sees_context, sees_block), -1)[:, None]
+
+
+def draft_hidden(
+    drafter: DFlashDraftModel, target: Qwen3_5ForCausalLM, tokens: Tensor, features: Tensor, anchors: Tensor
+) -> Tensor:
+    """Hidden states of the slots to predict, `(batch, blocks, block_size - 1, hidden_size)`."""
+    size = drafter.config.block_size
+    block = torch.full((*anchors.shape, size), drafter.config.mask_token_id, device=tokens.device)
+    block[..., 0] = tokens.gather(1, anchors)
+    positions, mask = blocks_at(anchors, features.shape[1], size)
+    embedded = drafter.embed(block.flatten(1), target.get_input_embeddings())
+    hidden = drafter(embedded, features, positions, attention_mask=mask)
+    return hidden.unflatten(1, (-1, size))[:, :, 1:]
+
+
+@torch.no_grad()
+def replay(
+    drafter: DFlashDraftModel,
+    target: Qwen3_5ForCausalLM,
+    tokens: Tensor,
+    features: Tensor,
+    prompt_lengths: list[int],
+    policies: dict[str, tuple[str, int]],
+) -> dict[str, float]:
+    """Tokens per target forward of each policy, and how often each slot is right when all before it are.
+
+    Args:
+        tokens: `(rows, length)` int64.
+        features: `(rows, length, len(target_layer_ids) * hidden_size)`.
+        prompt_lengths: The first generated token of a row is its first root.
+        policies: Name -> tree shape and node budget.
+    """
+    horizon = drafter.config.block_size - 1
+    end = tokens.shape[1] - horizon - 1
+    emitted, rounds = dict.fromkeys(policies, 0), dict.fromkeys(policies, 0)
+    reached, right = torch.zeros(horizon), torch.zeros(horizon)
+    for row, first in enumerate(prompt_lengths):
+        anchors = torch.arange(first, end, device=tokens.device)
+        drafts = []
+        for chunk in anchors.split(48):
+            hidden = draft_hidden(drafter, target, tokens[row, None], features[row, None], chunk[None])
+            drafts.append(top_candidates(drafter.compute_logits(hidden[0], target.lm_head), CANDIDATES))
+        log_probs, token_ids = (torch.cat(parts) for parts in zip(*drafts, strict=True))
+        truth = tokens[row, anchors[:, None] + torch.arange(1, horizon + 1, device=tokens.device)].cpu()
+        prefix_right = (token_ids[..., 0] == truth).int().cumprod(-1)
+        right += prefix_right.sum(0)
+        reached += torch.cat((torch.full((1,), len(anchors)), prefix_right.sum(0)[:-1]))
+        for name, (shape, budget) in policies.items():
+            at = 0
+            while at < len(anchors):
+                tree = build_tree(log_probs[at], token_ids[at], 0, budget, shape=shape)
+                node, depth = 0, 0
+                while depth < horizon and (child := tree.child_with_token(node, int(truth[at, depth]))) is not None:
+                    node, depth = child, depth + 1
+                at, emitted[name], rounds[name] = at + depth + 1, emitted[name] + depth + 1, rounds[name] + 1
+    figures = {name: round(emitted[name] / rounds[name], 3) for name in policies}
+    return figures | {f"right_{i + 1}": round(float(right[i] / reached[i].clamp(min=1)), 3) for i in range(horizon)}
+
+
+POLICIES = {
+    "chain": ("chain", 11),
+    "best_first_7": ("best_first", 7),
+    "best_first_15": ("best_first", 15),
+    "best_first_31": ("best_first", 31),
+    "spine_first_15": ("spine_first", 15),
+    "spine_first_31": ("spine_first", 31),
+}
+
+
+def load_held_out(work_dir: Path, feature_size: int, rows: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Tokens, features and prompt lengths of the first held-out rows."""
+    progress = json.loads((work_dir / "heldout_rows.json").read_text())
+    text, features = open_rows(work_dir, "heldout", progress["rows"], feature_size, "r")
+    tokens = torch.from_numpy(text[:rows].astype("int64")).to(device())
+    return tokens, torch.from_numpy(features[:rows]).float().to(device()), progress["prompt_lengths"][:rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work-dir", type=Path, default=Path("build/demo_pair"))
+    parser.add_argument("--drafter", type=Path, help="folder; the exported one by default")
+    parser.add_argument("--rows", type=int, default=48)
+    args = parser.parse_args()
+    target = Qwen3_5ForCausalLM.from_pretrained(args.work_dir / "target", dtype=torch.float32).to(device()).eval()
+    drafter = load_drafter(args.drafter or args.work_dir / "drafter", target_model=target)
+    held_out = load_held_out(args.work_dir, len(TARGET_LAYER_IDS) * target.config.hidden_size, args.rows)
+    print(json.dumps(replay(drafter, target, *held_out, POLICIES), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Tiny random models of every supported family, whose layers do all that the family's layers can do."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+
+VOCAB_SIZE = 64
+WINDOW = 8
+CONV_KERNEL = 4
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+LINEAR_ATTENTION = {
+    "rms_norm_eps": 1e-3,
+    "linear_conv_kernel_dim": CONV_KERNEL,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+
+# For each family: the configuration class, and what sets it apart from SIZES.
+CONFIGS = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen3": ("Qwen3Config", {}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "qwen3_next": ("Qwen3NextConfig", {**EXPERTS, **LINEAR_ATTENTION}),
+    "qwen3_5": ("Qwen3_5TextConfig", {**LINEAR_ATTENTION, "rope_parameters": MROPE}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**EXPERTS, **LINEAR_ATTENTION, "rope_parameters": MROPE}),
+    "olmo_hybrid": ("OlmoHybridConfig", {**LINEAR_ATTENTION, "linear_num_key_heads": 4}),
+}
+FAMILIES = tuple(CONFIGS)
+RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+# GPT-OSS has no sdpa.
+CASES = [(family, "sdpa") for family in FAMILIES if family != "gpt_oss"] + [(family, "eager") for family in FAMILIES]
+
+
+def first_implementation(family: str) -> str:
+    """The attention implementation that the family's models have by default."""
+    return next(attention for name, attention in CASES if name == family)
+
+
+def make_config(family: str) -> PretrainedConfig:
+    """The family's tiny configuration."""
+    config_class, differences = CONFIGS[family]
+    return getattr(transformers, config_class)(**{**SIZES, **differences})
+
+
+@cache
+def make_model(family: str, attention: str) -> PreTrainedModel:
+    """The family's tiny model in float32 with seeded random weights; made once, so tests must leave it as it is."""
+    with torch.random.fork_rng():
+        torch.manual_seed(200 + FAMILIES.index(family))
+        model = transformers.AutoModelForCausalLM.from_config(
+            make_config(family), attn_implementation=attention, dtype=torch.float32
+        ).eval()
+        for name, parameter in model.named_parameters():
+            # Stronger layers decode more varied text; with recurrent ones they would blow rounding errors up.
+            _randomise(name, parameter.data, gain=1.2 if family in RECURRENT_FAMILIES else 1.5)
+    model.requires_grad_(False)
+    return model
+
+
+def _randomise(name: str, weight: torch.Tensor, gain: float) -> None:
+    """Weights that keep activations and logits at unit scale, and make every gate matter."""
+    if name.endswith("A_log"):
+        weight.uniform_(math.log(0.02), math.log(4.0))
+    elif name.endswith(("dt_bias", "sinks")):
+        weight.normal_()
+    elif weight.ndim == 1:
+        weight.add_(torch.randn_like(weight), alpha=0.3)
+    elif "embed_tokens" in name:
+        weight.normal_(std=0.3)
+    else:
+        weight.normal_(std=gain / math.sqrt(weight.shape[-1]))

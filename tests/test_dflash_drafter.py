@@ -1,0 +1,159 @@
+"""What the drafter promises beyond parity: padded rows, its cache, masks for training, and clear errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_ddtree.drafters import DFlashConfig, DFlashContextCache, DFlashDraftModel
+
+HIDDEN, BLOCK, WINDOW = 16, 4, 5
+LAYER_TYPES = [["full_attention", "full_attention"], ["sliding_attention", "full_attention"]]
+
+
+def make_drafter(**settings: object) -> DFlashDraftModel:
+    torch.manual_seed(0)
+    config = DFlashConfig(
+        **{
+            "vocab_size": 32,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "initializer_range": 0.3,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "block_size": BLOCK,
+            "target_layer_ids": [0, 2],
+            "mask_token_id": 1,
+            "num_target_layers": 4,
+            **settings,
+        }
+    )
+    return DFlashDraftModel(config).eval()
+
+
+@pytest.mark.parametrize("layer_types", LAYER_TYPES)
+@pytest.mark.parametrize("is_causal", [None, False])
+@torch.no_grad()
+def test_padded_rows_are_what_they_are_alone(layer_types: list[str], is_causal: bool | None) -> None:
+    """Left padding in the prompt, and rows that commit different numbers of tokens, padded in the middle."""
+    drafter = make_drafter(layer_types=layer_types, is_causal=is_causal)
+    committed = [[9, 2, 1, 4, 3], [3, 4, 1, 1, 4]]  # per row
+    widths = [max(counts) for counts in zip(*committed)]
+    features = torch.randn(2, sum(widths), 2 * HIDDEN)
+    alone = [DFlashContextCache(), DFlashContextCache()]
+    together, seen, roots = DFlashContextCache(), torch.zeros(2, 0, dtype=torch.bool), [0, 0]
+    for i, width in enumerate(widths):
+        start = sum(widths[:i])
+        new = features[:, start : start + width]
+        real = torch.stack([torch.arange(width) >= width - row[i] for row in committed])
+        seen = torch.cat((seen, real), dim=1)
+        block = torch.randn(2, BLOCK, HIDDEN)
+        expected, positions = [], []
+        for row in range(2):
+            count = committed[row][i]
+            roots[row] += count
+            positions.append(torch.arange(roots[row] - width, roots[row] + BLOCK).clamp(min=0))
+            expected.append(
+                drafter(
+                    block[row, None],
+                    new[row, None, width - count :],
+                    torch.arange(roots[row] - count, roots[row] + BLOCK)[None],
+                    alone[row],
+                )
+            )
+        hidden = drafter(block, new, torch.stack(positions), together, context_mask=seen)
+        torch.testing.assert_close(hidden, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_cropped_context_is_as_if_never_seen() -> None:
+    drafter = make_drafter()
+    features, block = torch.randn(1, 12, 2 * HIDDEN), torch.randn(1, BLOCK, HIDDEN)
+    cache = DFlashContextCache()
+    drafter(block, features, cache=cache)
+    cache.crop(7)
+    assert cache.get_seq_length() == 7
+    again = drafter(torch.randn(1, BLOCK, HIDDEN), torch.randn(1, 2, 2 * HIDDEN), cache=cache)
+    cache.crop(7)
+    assert again.shape == (1, BLOCK, HIDDEN)
+    expected = drafter(block, features[:, :7], cache=None)
+    torch.testing.assert_close(drafter(block, cache=cache), expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_context_that_comes_in_parts() -> None:
+    drafter = make_drafter(layer_types=LAYER_TYPES[1])
+    features, block = torch.randn(1, 300, 2 * HIDDEN), torch.randn(1, BLOCK, HIDDEN)
+    cache = DFlashContextCache()
+    for part in features.split(7, dim=1):
+        hidden = drafter(block, part, cache=cache)
+    torch.testing.assert_close(hidden, drafter(block, features), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_sliding_layers_forget_and_say_so() -> None:
+    drafter = make_drafter(layer_types=["sliding_attention", "sliding_attention"])
+    cache = DFlashContextCache()
+    for _ in range(60):
+        drafter(torch.randn(1, BLOCK, HIDDEN), torch.randn(1, 10, 2 * HIDDEN), cache=cache)
+    assert cache.get_seq_length() == 600
+    assert all(layer._buffer.shape[3] <= 64 for layer in cache._layers)
+    with pytest.raises(ValueError, match="has forgotten tokens"):
+        cache.crop(3)
+
+
+@pytest.mark.parametrize("length", [-1, 5])
+@torch.no_grad()
+def test_crop_rejects_what_is_not_there(length: int) -> None:
+    drafter, cache = make_drafter(), DFlashContextCache()
+    drafter(torch.randn(1, BLOCK, HIDDEN), torch.randn(1, 4, 2 * HIDDEN), cache=cache)
+    with pytest.raises(ValueError, match=f"`length` is {length}, but must be between 0 and 4"):
+        cache.crop(length)
+    assert cache.get_seq_length() == 4
+
+
+@torch.no_grad()
+def test_many_blocks_in_one_pass() -> None:
+    """The mask for training gives each block what it gets alone."""
+    drafter = make_drafter()
+    features, blocks = torch.randn(1, 10, 2 * HIDDEN), torch.randn(1, 2 * BLOCK, HIDDEN)
+    roots = [4, 9]
+    mask = torch.zeros(1, 1, 2 * BLOCK, 10 + 2 * BLOCK, dtype=torch.bool)
+    for i, root in enumerate(roots):
+        slots = slice(i * BLOCK, (i + 1) * BLOCK)
+        mask[..., slots, :root] = True
+        mask[..., slots, 10 + i * BLOCK : 10 + (i + 1) * BLOCK] = True
+    positions = torch.cat([torch.arange(10), *(torch.arange(root, root + BLOCK) for root in roots)])[None]
+    hidden = drafter(blocks, features, positions, attention_mask=mask)
+    for i, root in enumerate(roots):
+        slots = slice(i * BLOCK, (i + 1) * BLOCK)
+        torch.testing.assert_close(hidden[:, slots], drafter(blocks[:, slots], features[:, :root]))
+
+
+def test_forward_rejects_positions_and_masks_that_do_not_fit() -> None:
+    drafter = make_drafter()
+    block, features = torch.randn(1, BLOCK, HIDDEN), torch.randn(1, 3, 2 * HIDDEN)
+    with pytest.raises(ValueError, match=r"`position_ids` has 4 positions.*3 \+ 4"):
+        drafter(block, features, torch.arange(4)[None])
+    with pytest.raises(ValueError, match="`context_mask` has 2 columns"):
+        drafter(block, features, context_mask=torch.ones(1, 2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 1}, "`block_size` is 1"),
+        ({"mask_token_id": 32}, r"`mask_token_id` is 32.*\(31\)"),
+        ({"target_layer_ids": [0, 4]}, r"`target_layer_ids` holds 4.*\(3\)"),
+        ({"target_layer_ids": [-1]}, "`target_layer_ids` holds -1"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "`layer_types` holds"),
+        ({"target_layer_ids": None, "num_target_layers": None}, "`target_layer_ids` is not set"),
+    ],
+)
+def test_config_rejects(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_drafter(**settings)

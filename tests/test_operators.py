@@ -1,0 +1,286 @@
+"""The tree operators by themselves, against loops over each node's own path."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from random_trees import SHAPES, random_path, random_tree
+from torch import Tensor
+
+from hf_ddtree.attention.causal_conv import ancestor_windows, tree_causal_conv
+from hf_ddtree.attention.gated_delta_rule import DeltaFactors, advance_states, tree_gated_delta_rule
+from hf_ddtree.attention.mask import to_additive, tree_attention_mask
+from hf_ddtree.attention.tree_batch import TreeBatch
+from hf_ddtree.draft_tree import DraftTree
+
+pytestmark = pytest.mark.core
+CPU = torch.device("cpu")
+
+
+def state_after_path(initial_state: Tensor, factors: DeltaFactors, path: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """The state after a path, of two layers that are alike."""
+    states = [initial_state.clone(), 2 * initial_state]
+    advance_states(states, [factors, factors], path, lengths)
+    return states[0]
+
+
+def trees_of(rng: random.Random, *shapes_and_sizes: tuple[str, int]) -> list[DraftTree]:
+    return [random_tree(rng, shape, rng.randrange(50), 50, size) for shape, size in shapes_and_sizes]
+
+
+# --- gated delta rule ----------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """Random inputs of a layer with a gated delta rule, and what its definition makes of them."""
+
+    def __init__(
+        self,
+        num_nodes: int,
+        batch_size: int = 1,
+        groups: int = 1,
+        decay: float = 1.0,
+        beta_range: tuple[float, float] = (0.0, 1.0),
+        dtype: torch.dtype = torch.float32,
+        normalise: bool = True,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        key_heads, key_dim, value_dim = 2, 6, 5
+        heads = key_heads * groups
+        low, high = beta_range
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        def uniform(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator)
+
+        self.normalise = normalise
+        self.scale = 1.0 if normalise else 0.3
+        self.query = (normal(batch_size, num_nodes, key_heads, key_dim) * self.scale).to(dtype)
+        self.key = (normal(batch_size, num_nodes, key_heads, key_dim) * self.scale).to(dtype)
+        self.value = normal(batch_size, num_nodes, heads, value_dim).to(dtype)
+        self.g = -decay * uniform(batch_size, num_nodes, heads)
+        self.beta = (low + (high - low) * uniform(batch_size, num_nodes, heads)).to(dtype)
+        self.initial_state = normal(batch_size, heads, key_dim, value_dim)
+
+    def by_tree(self, trees: list[DraftTree]) -> tuple[Tensor, DeltaFactors]:
+        ancestor_mask = TreeBatch.from_trees(trees, CPU).ancestor_mask
+        return tree_gated_delta_rule(
+            self.query, self.key, self.value, self.g, self.beta, ancestor_mask, self.initial_state, self.normalise
+        )
+
+    def states_and_outputs(self, row: int, path: list[int]) -> tuple[Tensor, Tensor]:
+        """State after the path `(heads, d_k, d_v)` and output of its last node `(heads, d_v)`, step by step."""
+        heads, key_heads = self.value.shape[2], self.key.shape[2]
+        states, outputs = [], []
+        for head in range(heads):
+            state = self.initial_state[row, head].double()
+            for node in path:
+                query, key = (
+                    tensor[row, node, head // (heads // key_heads)].double() for tensor in (self.query, self.key)
+                )
+                if self.normalise:
+                    query, key = (vector / (vector.square().sum() + 1e-6).sqrt() for vector in (query, key))
+                beta, value = self.beta[row, node, head].double(), self.value[row, node, head].double()
+                forget = torch.eye(len(key), dtype=torch.double) - beta * torch.outer(key, key)
+                state = self.g[row, node, head].double().exp() * forget @ state + beta * torch.outer(key, value)
+            states.append(state)
+            outputs.append(query @ state / len(query) ** 0.5)
+        return torch.stack(states), torch.stack(outputs)
+
+
+LAYERS = {
+    "plain": {},
+    "not normalised": {"normalise": False},
+    "hardly any decay": {"decay": 1e-3},
+    "strong decay": {"decay": 30.0},
+    "extreme decay": {"decay": 400.0},
+    "negative eigenvalues": {"beta_range": (1.0, 2.0), "decay": 0.1},
+    "grouped value heads": {"groups": 3},
+    "bfloat16": {"dtype": torch.bfloat16, "groups": 2},
+    "float16": {"dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("settings", LAYERS.values(), ids=LAYERS.keys())
+@pytest.mark.parametrize("shape", SHAPES)
+def test_delta_rule_is_the_recurrence_along_every_path(settings, shape):
+    rng = random.Random(shape)
+    trees = trees_of(rng, (shape, 14))
+    layer = Layer(len(trees[0]), **settings)
+    output, factors = layer.by_tree(trees)
+    assert output.dtype == layer.query.dtype
+    assert all(tensor.dtype == torch.float32 for tensor in vars(factors).values())
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[output.dtype]
+    for node in range(len(trees[0])):
+        path = trees[0].path(node)
+        state, expected = layer.states_and_outputs(0, path)
+        torch.testing.assert_close(output[0, node].double(), expected, atol=tolerance, rtol=tolerance)
+        committed = state_after_path(layer.initial_state, factors, torch.tensor([path]))
+        assert committed.dtype == torch.float32
+        torch.testing.assert_close(committed[0].double(), state, atol=1e-5, rtol=1e-5)
+
+
+def test_delta_rule_with_a_tree_and_a_path_a_row():
+    """Rows have trees of different sizes, and paths of different lengths, empty ones among them."""
+    rng = random.Random(0)
+    trees = trees_of(rng, ("bushy", 12), ("deep", 17), ("single", 1), ("straggling", 9))
+    layer = Layer(max(map(len, trees)), batch_size=len(trees), groups=2, beta_range=(0.0, 2.0))
+    output, factors = layer.by_tree(trees)
+    for row, tree in enumerate(trees):
+        for node in range(len(tree)):
+            _, expected = layer.states_and_outputs(row, tree.path(node))
+            torch.testing.assert_close(output[row, node].double(), expected, atol=1e-5, rtol=1e-5)
+    for _ in range(10):
+        paths = [random_path(rng, tree) for tree in trees]
+        paths[rng.randrange(len(trees))] = []
+        longest = max(map(len, paths))
+        padded = torch.tensor([path + (path[-1:] or [0]) * (longest - len(path)) for path in paths])
+        lengths = torch.tensor(list(map(len, paths)))
+        committed = state_after_path(layer.initial_state, factors, padded, lengths)
+        for row, path in enumerate(paths):
+            state, _ = layer.states_and_outputs(row, path)
+            torch.testing.assert_close(committed[row].double(), state, atol=1e-5, rtol=1e-5)
+
+
+def test_delta_rule_leaves_its_inputs_alone():
+    [tree] = trees_of(random.Random(1), ("deep", 10))
+    layer = Layer(10)
+    before = {name: value.clone() for name, value in vars(layer).items() if isinstance(value, Tensor)}
+    _, factors = layer.by_tree([tree])
+    state_after_path(layer.initial_state, factors, torch.tensor([tree.path(9)]))
+    assert all(torch.equal(getattr(layer, name), value) for name, value in before.items())
+
+
+def test_states_of_a_thousand_commits_stay_those_of_the_recurrence():
+    """The state goes on from one commit to the next; rounding must not pile up."""
+    rng = random.Random(2)
+    state = expected = None
+    for number in range(1000):
+        [tree] = trees_of(rng, ("deep", 8))
+        layer = Layer(8, decay=0.2, beta_range=(0.0, 2.0), seed=number)
+        path = tree.path(rng.randrange(5, 8))
+        layer.initial_state = layer.initial_state if state is None else state
+        _, factors = layer.by_tree([tree])
+        state = state_after_path(layer.initial_state, factors, torch.tensor([path]))
+        if expected is not None:
+            layer.initial_state = expected[None]
+        expected, _ = layer.states_and_outputs(0, path)
+    torch.testing.assert_close(state[0].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+# --- causal convolution --------------------------------------------------------------------------------------------
+
+
+def plain_convolution(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`(channels,)`: the last output of a causal convolution over `(channels, length)` inputs."""
+    padded = torch.nn.functional.pad(inputs, (weight.shape[-1] - 1, 0))
+    return torch.nn.functional.conv1d(padded[None], weight[:, None], bias, groups=len(weight))[0, :, -1]
+
+
+@pytest.mark.parametrize("kernel_size", [1, 2, 4, 7])
+@pytest.mark.parametrize("bias", [False, True])
+def test_convolution_is_that_of_every_path(kernel_size, bias):
+    """Kernels shorter and longer than paths; one row, and rows with trees of different sizes."""
+    rng = random.Random(kernel_size)
+    generator = torch.Generator().manual_seed(kernel_size)
+    channels = 3
+    for extra_cached in (0, 1, 5):
+        num_cached = max(0, kernel_size - 1) + extra_cached
+        for shapes in ([("deep", 16)], [("bushy", 9), ("chain", 12), ("single", 1), ("star", 5)]):
+            trees = trees_of(rng, *shapes)
+            batch = TreeBatch.from_trees(trees, CPU)
+            inputs = torch.randn(len(trees), channels, num_cached + batch.num_nodes, generator=generator)
+            weight = torch.randn(channels, kernel_size, generator=generator)
+            offset = torch.randn(channels, generator=generator) if bias else None
+            windows = ancestor_windows(batch, kernel_size, num_cached)
+            output = tree_causal_conv(inputs, weight, windows, offset)
+            activated = tree_causal_conv(inputs, weight, windows, offset, "silu")
+            torch.testing.assert_close(activated, torch.nn.functional.silu(output))
+            for row, tree in enumerate(trees):
+                for node in range(len(tree)):
+                    order = [*range(num_cached), *(num_cached + step for step in tree.path(node))]
+                    expected = plain_convolution(inputs[row][:, order], weight, offset)
+                    torch.testing.assert_close(output[row, :, node], expected)
+
+
+def test_windows_list_ancestors_then_the_cache():
+    tree = DraftTree.from_parents([0, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 2, 4])
+    windows = ancestor_windows(TreeBatch.from_trees([tree], CPU), kernel_size=3, num_cached=7)
+    assert windows[0].tolist() == [[5, 6, 7], [6, 7, 8], [6, 7, 9], [7, 8, 10], [7, 9, 11], [9, 11, 12]]
+
+
+def test_half_precision_convolution_keeps_its_dtype():
+    [tree] = trees_of(random.Random(3), ("deep", 8))
+    windows = ancestor_windows(TreeBatch.from_trees([tree], CPU), 4, 3)
+    inputs, weight = torch.randn(1, 2, 11).bfloat16(), torch.randn(2, 4).bfloat16()
+    output = tree_causal_conv(inputs, weight, windows, activation="silu")
+    assert output.dtype == torch.bfloat16
+    expected = tree_causal_conv(inputs.float(), weight.float(), windows, activation="silu")
+    torch.testing.assert_close(output.float(), expected, atol=5e-2, rtol=5e-2)
+
+
+# --- masks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 8, 20])
+def test_mask_is_what_each_nodes_own_sequence_would_see(window):
+    rng = random.Random(window or 0)
+    for length in (1, 2, 4, 7, 8, 13):
+        num_cached = length if window is None else min(length, window - 1)
+        trees = trees_of(rng, ("deep", 15), ("straggling", 10), ("single", 1))
+        cached_mask = torch.ones(3, num_cached, dtype=torch.bool)
+        cached_mask[1, : rng.randint(0, num_cached)] = False
+        batch = TreeBatch.from_trees(trees, CPU)
+        mask = tree_attention_mask(batch, num_cached, cached_mask, window)
+        assert mask.shape == (3, 1, 15, num_cached + 15)
+        assert mask.dtype == torch.bool
+        for row, tree in enumerate(trees):
+            for node in range(len(tree)):
+                keys = [*range(num_cached), *(num_cached + step for step in tree.path(node))]
+                visible = set(keys if window is None else keys[-window:])
+                visible -= set((~cached_mask[row]).nonzero().flatten().tolist())
+                assert set(mask[row, 0, node].nonzero().flatten().tolist()) == visible
+
+
+def test_mask_of_a_full_cache_needs_no_cached_mask():
+    batch = TreeBatch.from_trees(trees_of(random.Random(4), ("bushy", 9)), CPU)
+    ones = torch.ones(1, 3, dtype=torch.bool)
+    assert torch.equal(tree_attention_mask(batch, 3, None, 4), tree_attention_mask(batch, 3, ones, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_additive_mask_hides_what_is_false(dtype):
+    mask = torch.tensor([[True, False, True]])
+    additive = to_additive(mask, dtype)
+    assert additive.dtype == dtype
+    assert additive.softmax(-1).tolist() == [[0.5, 0.0, 0.5]]
+
+
+# --- batches -------------------------------------------------------------------------------------------------------
+
+
+def test_one_tree_is_packed_as_it_is():
+    [tree] = trees_of(random.Random(5), ("bushy", 11))
+    batch = TreeBatch.from_trees([tree], CPU)
+    assert batch.num_nodes == 11
+    assert torch.equal(batch.token_ids[0], tree.token_ids)
+    assert torch.equal(batch.depths[0], tree.depths)
+    assert torch.equal(batch.ancestor_mask[0], tree.ancestor_mask)
+
+
+def test_smaller_trees_are_padded_with_nodes_that_see_only_themselves():
+    trees = trees_of(random.Random(6), ("single", 1), ("deep", 12), ("star", 4))
+    batch = TreeBatch.from_trees(trees, CPU)
+    assert batch.num_nodes == 12
+    for row, tree in enumerate(trees):
+        size = len(tree)
+        assert batch.token_ids[row].tolist() == tree.token_ids.tolist() + [int(tree.token_ids[0])] * (12 - size)
+        assert batch.depths[row].tolist() == tree.depths.tolist() + [0] * (12 - size)
+        assert torch.equal(batch.ancestor_mask[row, :size, :size], tree.ancestor_mask)
+        assert not batch.ancestor_mask[row, :size, size:].any()
+        assert torch.equal(batch.ancestor_mask[row, size:], torch.eye(12, dtype=torch.bool)[size:])

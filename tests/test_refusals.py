@@ -1,0 +1,378 @@
+"""What tree decoding refuses, how the refusal reads, and that plain decoding works right afterwards."""
+
+import contextlib
+
+import pytest
+import torch
+import transformers
+from families import VOCAB_SIZE, make_config, make_model
+from side_by_side import make_oracle, make_prompt
+from torch import nn
+from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+import hf_ddtree
+from hf_ddtree import DraftTree
+from hf_ddtree.attention import dispatch
+from hf_ddtree.compat import CACHE_KEY
+
+PLAIN = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture(params=["llama", "qwen3_5"])
+def model(request):
+    return make_model(request.param, "sdpa")
+
+
+@contextlib.contextmanager
+def refused(model, *words, error=ValueError, inputs=None):
+    """Expects an error whose message holds all `words`, and plain decoding to give afterwards what it gave before."""
+    inputs = make_prompt() if inputs is None else inputs
+    before = model.generate(inputs, **PLAIN).tolist()
+    with pytest.raises(error) as raised:
+        yield
+    message = str(raised.value)
+    for word in words:
+        assert word in message, f"{word!r} is not in {message!r}"
+    assert model.generate(inputs, **PLAIN).tolist() == before
+
+
+def by_tree(model, inputs=None, **kwargs):
+    inputs = make_prompt() if inputs is None else inputs
+    defaults = {"generation_strategy": "ddtree", "candidate_generator": make_oracle(inputs), **PLAIN}
+    return model.generate(inputs, **defaults | kwargs)
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["tree", "DDTREE", "", 3, ["ddtree"], True])
+def test_unknown_strategy(model, name):
+    with refused(model, "`generation_strategy`", repr(name), "'ddtree'", "'dflash'", "Leave it out"):
+        by_tree(model, generation_strategy=name)
+
+
+def test_unknown_strategy_in_a_config(model):
+    config = GenerationConfig(max_new_tokens=3, generation_strategy="trees")
+    with refused(model, "`generation_strategy`", "'trees'", "'ddtree'"):
+        model.generate(make_prompt(), generation_config=config, candidate_generator=make_oracle(make_prompt()))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("strategy", ["ddtree", "dflash"])
+def test_no_drafter(model, strategy):
+    with refused(model, "`assistant_model`", "`candidate_generator`", "hf_ddtree.load_drafter"):
+        model.generate(make_prompt(), generation_strategy=strategy, **PLAIN)
+
+
+def test_drafter_and_candidate_generator(model):
+    with refused(model, "`assistant_model`", "`candidate_generator`", "Pass one"):
+        by_tree(model, assistant_model=make_model("llama", "eager"))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("drafter", ["z-lab/Qwen3.5-4B-DFlash", "llama"])
+def test_assistant_model_of_an_unknown_kind(model, drafter):
+    assistant = make_model("llama", "eager") if drafter == "llama" else drafter
+    with refused(model, "`assistant_model`", type(assistant).__name__, "hf_ddtree.load_drafter"):
+        by_tree(model, assistant_model=assistant, candidate_generator=None)
+
+
+@pytest.mark.parametrize("generator", [5, DraftTree.root_only(3)])
+def test_candidate_generator_of_an_unknown_kind(model, generator):
+    with refused(model, "`candidate_generator`", type(generator).__name__, "TreeCandidateGenerator", error=TypeError):
+        by_tree(model, candidate_generator=generator)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("budget", [0, -4, 8.0, 0.5, True, "8", "auto tune", [8]])
+@pytest.mark.parametrize("through", ["keyword", "ddtree"])
+def test_budgets(budget, through):
+    model = make_model("llama", "sdpa")
+    with refused(model, "`tree_budget`", repr(budget), "integer of at least 1"):
+        if through == "keyword":
+            by_tree(model, tree_budget=budget)
+        else:
+            hf_ddtree.ddtree(candidate_generator=make_oracle(make_prompt()), tree_budget=budget)
+
+
+def test_a_budget_in_a_config(model):
+    config = GenerationConfig(max_new_tokens=3, generation_strategy="ddtree", tree_budget=0)
+    with refused(model, "`tree_budget`", "0", "integer of at least 1"):
+        model.generate(make_prompt(), generation_config=config, candidate_generator=make_oracle(make_prompt()))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"tree_top_k": 0}, ("`tree_top_k`", "0", "at least 1")),
+        ({"draft_length": 2.5}, ("`draft_length`", "2.5", "at least 1")),
+        ({"tree_shape": "bushy"}, ("`tree_shape`", "'bushy'", "'best_first'")),
+        ({"return_trees": "yes"}, ("`return_trees`", "'yes'", "True or False")),
+    ],
+)
+def test_other_knobs(model, knobs, words):
+    with refused(model, *words):
+        by_tree(model, **knobs)
+
+
+def test_misspelt_knobs(model):
+    with refused(model, "tree_buget"):
+        by_tree(model, tree_buget=4)
+    with refused(model, "'tree_buget'", "tree_budget", error=TypeError):
+        hf_ddtree.ddtree(candidate_generator=make_oracle(make_prompt()), tree_buget=4)
+
+
+def test_strategy_and_custom_generate(model):
+    decoding = hf_ddtree.ddtree(candidate_generator=make_oracle(make_prompt()))
+    with refused(model, "`generation_strategy`", "`custom_generate`", "Pass one"):
+        by_tree(model, custom_generate=decoding)
+
+
+# --- other ways to decode -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_beams(model, do_sample):
+    with refused(model, "`num_beams`", "3", "num_beams=1"):
+        by_tree(model, num_beams=3, do_sample=do_sample)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
+        ({"dola_layers": "high"}, "dola generation"),
+        ({"force_words_ids": [[3]]}, "constrained beam search"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
+    ],
+)
+def test_other_generation_modes(arguments, words):
+    model = make_model("llama", "sdpa")
+    with refused(model, words, "greedy search and sampling", "generate without `generation_strategy`"):
+        by_tree(model, **arguments)
+
+
+@pytest.mark.core
+def test_classifier_free_guidance(model):
+    with refused(model, "classifier-free guidance", "`guidance_scale`"):
+        by_tree(model, guidance_scale=1.5)
+
+
+def test_token_healing(model):
+    with refused(model, "`token_healing`", "heal_tokens"):
+        by_tree(model, token_healing=True, tokenizer=object())
+
+
+# --- caches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static"])
+def test_cache_implementations(model, implementation):
+    with refused(model, "`cache_implementation`", "offload" if implementation == "offloaded" else "StaticCache"):
+        by_tree(model, cache_implementation=implementation)
+
+
+def test_quantized_cache(model):
+    """Transformers asks for a package first, or says that hybrids can't have one."""
+    with refused(model, error=(ValueError, ImportError)):
+        by_tree(model, cache_implementation="quantized")
+
+
+def test_caches_passed_in(model):
+    with refused(model, "DynamicCache", "StaticCache"):
+        by_tree(model, **{CACHE_KEY: StaticCache(config=model.config, max_cache_len=64)})
+    with refused(model, "DynamicCache", "Own"):
+        by_tree(model, **{CACHE_KEY: type("Own", (DynamicCache,), {})(config=model.config)})
+
+
+@pytest.mark.core
+def test_no_cache(model):
+    with refused(model, "`use_cache`", "False", "Leave `use_cache` at True"):
+        by_tree(model, use_cache=False)
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# For each model with a state that the package does not know: its configuration, and what the refusal says of it.
+UNKNOWN_STATES = {
+    "Mamba": ({"state_size": 4}, "keeps a state"),
+    "Mamba2": ({"state_size": 8, "num_heads": 4, "n_groups": 1}, "keeps a state"),
+    "Rwkv": ({"attention_hidden_size": 32, "context_length": 64}, "keeps a state"),
+    "Bamba": ({"mamba_n_heads": 4, "mamba_d_state": 8, "attn_layer_indices": [1]}, "keeps a state"),
+    "MiniMax": ({"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}, "keeps a state"),
+    "FalconH1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}, "hybrid"),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}, "conv"),
+    "Qwen4ExpText": (
+        {
+            "num_hidden_layers": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 8,
+            "hc_lowrank": 4,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 2,
+        },
+        "layers of a kind",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN_STATES)
+def test_models_with_an_unknown_state(name):
+    differences, word = UNKNOWN_STATES[name]
+    config = getattr(transformers, f"{name}Config")(**SIZES | differences)
+    torch.manual_seed(0)
+    model_class = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
+    model = model_class(config).eval()
+    with refused(model, model_class.__name__, word, "Generate without `generation_strategy`"):
+        by_tree(model)
+
+
+def test_encoder_decoder():
+    config = transformers.T5Config(
+        vocab_size=VOCAB_SIZE,
+        d_model=32,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        eos_token_id=None,
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    with refused(model, "T5ForConditionalGeneration", "encoder-decoder", "Generate without `generation_strategy`"):
+        by_tree(model)
+
+
+def test_chunked_attention():
+    config = transformers.Llama4TextConfig(
+        **SIZES | {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
+    )
+    model = transformers.Llama4ForCausalLM(config).eval()
+    with refused(model, "Llama4ForCausalLM", "chunked", "Generate without `generation_strategy`"):
+        by_tree(model)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+def test_attention_implementations(model, implementation, monkeypatch):
+    with (
+        refused(model, type(model).__name__, repr(implementation), '"sdpa"', '"eager"'),
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(model.config, "_attn_implementation_internal", implementation)
+        by_tree(model)
+
+
+@pytest.mark.core
+def test_kernels_that_bypass_the_tree_operators(monkeypatch):
+    """A layer whose forward is replaced, as kernels from the Hub do it, and calls functions of its own."""
+    model = make_model("qwen3_5", "sdpa")
+    layer = model.model.layers[0].linear_attn
+    originals = {name: function for name, function in vars(modeling_qwen3_5).items() if name in dispatch.OPERATORS}
+    code = type(layer).forward
+
+    def forward(*args, **kwargs):
+        with monkeypatch.context() as patch:
+            for name, function in originals.items():
+                patch.setattr(modeling_qwen3_5, name, getattr(function, "__wrapped__", function))
+            return code(layer, *args, **kwargs)
+
+    with refused(model, "Qwen3_5ForCausalLM", "use_kernels=False", "2 layers", "1 recurrences", error=RuntimeError):
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "forward", forward, raising=False)
+            by_tree(model)
+
+
+def test_one_bypassed_operator_is_enough(monkeypatch):
+    model = make_model("qwen3_5", "sdpa")
+    with refused(model, "use_kernels=False", "2 recurrences and 0 convolutions", error=RuntimeError):
+        dispatch.uninstall()
+        with monkeypatch.context() as patch:
+            patch.delitem(dispatch.OPERATORS, "causal_conv1d_fn")
+            by_tree(model)
+    dispatch.uninstall()
+
+
+def test_hybrids_under_another_class_name():
+    """A layer that only looks like a Gated DeltaNet is one state too many."""
+    config = make_config("qwen3_5")
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.model.extra = type("OtherGatedDeltaNet", (nn.Module,), {})()
+    with refused(model, "Qwen3_5ForCausalLM", "keeps a state"):
+        by_tree(model)
+
+
+# --- trees of a candidate generator ---------------------------------------------------------------------------------
+
+
+class Fixed(hf_ddtree.TreeCandidateGenerator):
+    """Proposes what a function makes of the root's token."""
+
+    def __init__(self, make_trees):
+        super().__init__()
+        self.make_trees = make_trees
+
+    def propose(self, context, budget):
+        return self.make_trees(int(context.input_ids[0, -1]))
+
+
+def raw_tree(tokens, parents):
+    return DraftTree(torch.tensor(tokens), torch.tensor(parents))
+
+
+BAD_TREES = {
+    "child before parent": (lambda root: [raw_tree([root, 1, 2], [-1, 2, 0])], ("parents", "in order")),
+    "own parent": (lambda root: [raw_tree([root, 1, 2], [-1, 1, 0])], ("parents", "in order")),
+    "two roots": (lambda root: [raw_tree([root, 1, 2], [-1, -1, 0])], ("parents", "in order")),
+    "no root": (lambda root: [raw_tree([root, 1, 2], [0, 0, 0])], ("parents", "in order")),
+    "other root": (lambda root: [raw_tree([(root + 1) % VOCAB_SIZE, 1], [-1, 0])], ("root", "context.input_ids")),
+    "no tree": (lambda root: [], ("0 trees", "1 rows")),
+    "two trees": (lambda root: [raw_tree([root], [-1])] * 2, ("2 trees", "1 rows")),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", BAD_TREES)
+def test_bad_trees(model, kind):
+    make_trees, words = BAD_TREES[kind]
+    with refused(model, "candidate generator", *words):
+        by_tree(model, candidate_generator=Fixed(make_trees))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("parents", [[-1, 2, 0], [-1, 1, 0], [-1, -1, 0], [0, 0, 0]])
+def test_bad_trees_do_not_come_from_parents(model, parents):
+    with refused(model, "`parents["):
+        by_tree(model, candidate_generator=Fixed(lambda root: [DraftTree.from_parents([root, 1, 2], parents)]))
+
+
+@pytest.mark.core
+def test_trees_of_the_root_alone_are_fine(model):
+    plain = model.generate(make_prompt(), **PLAIN)
+    output = by_tree(model, candidate_generator=Fixed(lambda root: [DraftTree.root_only(root)]))
+    assert output.tolist() == plain.tolist()
