@@ -1,6 +1,9 @@
 # Every target makes the virtual environment that it needs, with the versions of constraints.txt.
 
 PYTHON ?= python3
+# One thread a worker: the models of the tests are too small for more.
+PYTEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+PYTEST_FLAGS ?= --numprocesses logical --maxprocesses 8 --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test test-oldest lint format clean
@@ -11,11 +14,11 @@ demo: .venv/user.stamp
 
 ## test: the whole test suite
 test: .venv/dev.stamp
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+	$(PYTEST_ENV) .venv/bin/python -m pytest $(PYTEST_FLAGS)
 
 ## test-oldest: the core tests with the oldest supported Transformers
 test-oldest: .venv-oldest/dev.stamp
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -m core
+	$(PYTEST_ENV) .venv-oldest/bin/python -m pytest $(PYTEST_FLAGS) -m core
 
 ## lint: style and types
 lint: .venv/dev.stamp

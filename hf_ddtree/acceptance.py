@@ -86,8 +86,8 @@ class Chooser:
         if self._at_once:
             if self._processors:
                 flat = logits.flatten(0, 1).float()
-                prefixes = emitted.repeat_interleave(logits.shape[1], dim=0)
-                self._scores = self._processors(prefixes, flat).view_as(logits)
+                last_tokens = emitted[:, -1:].repeat_interleave(logits.shape[1], dim=0)
+                self._scores = self._processors(last_tokens, flat).view_as(logits)
             if not self._do_sample:
                 self._greedy = (logits if self._scores is None else self._scores).argmax(dim=-1).tolist()
 

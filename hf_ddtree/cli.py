@@ -45,10 +45,11 @@ def demo(
     budget: Annotated[int, typer.Option(min=1, help="Most nodes drafted in a round.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 128,
     prompts: Annotated[int, typer.Option(min=1, help="How many of the prompts that ship to complete.")] = 3,
-    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of decoding greedily.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample, both with the same seed.")] = False,
 ) -> None:
     """Complete code that the shipped pair has never seen, by plain generate() and by ddtree, and compare."""
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     console = Console(highlight=False)
     model, drafter, tokenizer = hf_ddtree.load_demo()
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "return_dict_in_generate": True}
@@ -76,9 +77,7 @@ def demo(
     console.rule("[bold]result")
     identical = [plain.token_ids == tree.token_ids for plain, tree in zip(plain_runs, ddtree_runs)]
     console.print(_comparison(plain_runs, ddtree_runs))
-    if sample:
-        console.print("Sampled: both draw from the same distribution, but not with the same random numbers.")
-    elif all(identical):
+    if all(identical):
         console.print("[bold green]Identical[/]: every token is the one that plain generate() gives.")
     else:
         console.print(f"[bold red]Not identical[/] on {identical.count(False)} of {len(identical)} prompts.")
@@ -154,6 +153,6 @@ def _draw_best_round(console: Console, tokenizer: PreTrainedTokenizerBase, runs:
     tree, path, next_token_id = max(rounds, key=lambda entry: (len(entry[1]), sum(entry[1])))
     console.print(draw_tree(tree, tokenizer, path, next_token_id))
     console.print(
-        f"[dim]Of {tree.num_drafted} drafted tokens, the target took {len(path) - 1} (green) and then picked its own, "
+        f"[dim]Of {tree.num_drafted} drafted tokens, the target took {len(path) - 1} (✓) and then picked its own, "
         "all in one forward. Percentages are the drafter's, for the whole path."
     )

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from .acceptance import Chooser, accept
 from .attention import dispatch
 from .candidate_generators import DraftContext, TreeCandidateGenerator
-from .compat import CACHE_KEY, cache_of
+from .compat import CACHE_KEY, cache_of, prompt_length
 from .configuration import DDTreeConfig
 from .draft_tree import DraftTree
 from .emission import RowGroup, gather_rows
@@ -40,10 +40,13 @@ def decode(
     """
     stats = DDTreeStats(trees=[], accepted_paths=[]) if config.return_trees else DDTreeStats()
     dispatch.install(model)
+    vocab_size = model.get_input_embeddings().num_embeddings
     recorder = FeatureRecorder(model, generator.feature_layers)
     try:
         prompt = gather_rows(groups)
-        generator.start(prompt, cache_of(model_kwargs).get_seq_length())
+        num_cached = cache_of(model_kwargs).get_seq_length()
+        is_whole = prompt_length(generation_config, model_kwargs) == prompt.shape[1]
+        generator.start(prompt[:, : num_cached if is_whole else 0], num_cached)
         with recorder.recording():
             outputs = model._prefill(prompt, generation_config, model_kwargs)
         stats.target_forwards += 1
@@ -63,8 +66,8 @@ def decode(
                 context = DraftContext(gather_rows(groups), rows.lengths, features, num_features)
                 with stats.stage("draft"):
                     trees = generator.propose(context, config.tree_budget)
-                _check_trees(trees, context.input_ids)
-                trees = _with_padding_rows(trees, groups)
+                _check_trees(trees, context.input_ids, vocab_size)
+                trees = _with_padding_rows(_within_length(trees, groups), groups)
                 with stats.stage("verify"):
                     verification = verify(model, trees, rows, model_kwargs, recorder)
                 paths = [[0] for _ in trees]
@@ -112,6 +115,17 @@ def walk(
         accept(
             [trees[row] for row in group.rows], of_group, chooser, group.sequences, [paths[row] for row in group.rows]
         )
+
+
+def _within_length(trees: list[DraftTree], groups: Sequence[RowGroup]) -> list[DraftTree]:
+    """Cuts off nodes too deep to be emitted under the length limit, whose positions plain decoding never reaches."""
+    trees = list(trees)
+    for group in groups:
+        room = group.sequences.room
+        if room is not None and not group.sequences.finished:
+            for row in group.rows:
+                trees[row] = trees[row].limit_depth(room - 1)
+    return trees
 
 
 def _with_padding_rows(trees: list[DraftTree], groups: Sequence[RowGroup]) -> list[DraftTree]:
@@ -184,12 +198,14 @@ def _without_padding(
         return features, [length] * batch_size
     is_token = attention_mask[:, -length:].bool()
     counts = is_token.sum(dim=1).tolist()
+    if min(counts) == length:
+        return features, counts
     # A stable sort brings each row's tokens to the front without changing their order.
     index = is_token.int().argsort(dim=1, descending=True, stable=True)[:, : max(counts)].to(features.device)
     return features.gather(1, index[..., None].expand(-1, -1, features.shape[-1])), counts
 
 
-def _check_trees(trees: list[DraftTree], token_ids: Tensor) -> None:
+def _check_trees(trees: list[DraftTree], token_ids: Tensor, vocab_size: int) -> None:
     """Refuses trees of a candidate generator that would give wrong tokens."""
     if len(trees) != len(token_ids):
         raise ValueError(f"The candidate generator proposed {len(trees)} trees for {len(token_ids)} rows.")
@@ -198,6 +214,11 @@ def _check_trees(trees: list[DraftTree], token_ids: Tensor) -> None:
             raise ValueError(
                 f"The candidate generator proposed a tree whose root is token {int(tree.token_ids[0])}, but must be "
                 f"the last token of `context.input_ids`, {root}."
+            )
+        if tree.token_ids.min() < 0 or tree.token_ids.max() >= vocab_size:
+            raise ValueError(
+                f"The candidate generator proposed a tree with tokens from {int(tree.token_ids.min())} to "
+                f"{int(tree.token_ids.max())}, but the target knows 0 to {vocab_size - 1}."
             )
         parents = tree.parents
         if parents[0] != -1 or not (parents[1:] < torch.arange(1, len(parents))).all() or (parents[1:] < 0).any():

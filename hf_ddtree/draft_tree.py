@@ -162,6 +162,14 @@ class DraftTree:
         parents = np.concatenate(([-1], kept.searchsorted(self.parents.numpy()[kept[1:]])))
         return DraftTree(self.token_ids[kept], torch.from_numpy(parents), self.log_probs[kept])
 
+    def limit_depth(self, depth: int) -> DraftTree:
+        """The tree without the nodes that lie deeper than `depth`; itself if there are none."""
+        kept = (self.depths <= depth).nonzero().flatten()
+        if len(kept) == len(self):
+            return self
+        parents = torch.searchsorted(kept, self.parents[kept[1:]])
+        return DraftTree(self.token_ids[kept], torch.cat((self.parents[:1], parents)), self.log_probs[kept])
+
     @cached_property
     def _parent_list(self) -> list[int]:
         return self.parents.tolist()

@@ -44,6 +44,7 @@ class EmittedSequences:
         self._buffer = input_ids
         self._length = input_ids.shape[1]
         self._stopping_criteria = stopping_criteria
+        self._max_length = stopping_criteria.max_length
         self._streamer = streamer
         # As in plain decoding, rows are padded only where an end-of-sequence token can end one before the others.
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -65,6 +66,11 @@ class EmittedSequences:
     def finished(self) -> bool:
         """Whether no row goes on."""
         return not any(self.unfinished)
+
+    @property
+    def room(self) -> int | None:
+        """How many tokens may still be emitted; None if no length is set."""
+        return None if self._max_length is None else self._max_length - self._length
 
     @property
     def padding(self) -> list[bool]:

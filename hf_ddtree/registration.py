@@ -13,6 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from .attention import dispatch
 from .configuration import DDTreeConfig
 from .strategy import DDTreeDecoding, ddtree
+from .support import check_arguments
 
 # What each strategy fixes of `DDTreeConfig`: a chain is a tree of width 1.
 STRATEGIES: dict[str, dict[str, Any]] = {"ddtree": {}, "dflash": {"tree_shape": "chain"}}
@@ -56,8 +57,15 @@ def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is not None:
             if decoding is not None:
                 raise ValueError("Both `generation_strategy` and `custom_generate` are given. Pass one of them.")
+            _check(self, arguments)
             decoding = _decoding(self, strategy, arguments)
         elif isinstance(decoding, DDTreeDecoding):
+            _check(self, arguments)
+            if arguments.get("assistant_model") is not None:
+                raise ValueError(
+                    "`assistant_model` is given to `generate()`, which does not pass it on to a custom decoding "
+                    "method. Give it to `hf_ddtree.ddtree`."
+                )
             decoding = decoding.with_streamer(arguments.get("streamer"))
         else:
             kwargs.pop("generation_strategy", None)
@@ -66,6 +74,14 @@ def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, custom_generate=decoding, **arguments)
 
     return generate
+
+
+def _check(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    def set_by_call(name: str) -> Any:
+        value = _setting(model, arguments, name)
+        return None if name not in arguments and value == getattr(model.generation_config, name, None) else value
+
+    check_arguments(lambda name: _setting(model, arguments, name), set_by_call)
 
 
 def _decoding(model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]) -> DDTreeDecoding:

@@ -64,6 +64,11 @@ class CommittedRows:
             mask &= torch.arange(num_cached, device=self._device) < lengths[:, None]
         return mask
 
+    def before_root(self) -> Tensor:
+        """`(batch, num_cached)` int64, how far before its row's root each entry of a layer without a window lies."""
+        lengths = torch.tensor(self.lengths, device=self._device)
+        return lengths[:, None] - torch.arange(self.num_cached, device=self._device)
+
     def window_mask(self, mask: Tensor | None, kept: int) -> Tensor | None:
         """`mask` for a layer that holds the last `kept` entries of each row, `(batch, kept)`."""
         if mask is None:

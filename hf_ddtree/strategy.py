@@ -17,7 +17,7 @@ from .decoding import decode
 from .drafters import DFlashDraftModel
 from .emission import EmittedSequences, RowGroup, gather_rows
 from .output import DDTreeOutput
-from .support import check_cache, check_call, check_target
+from .support import check_arguments, check_cache, check_call, check_target
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -31,7 +31,6 @@ ROW_WISE_PROCESSORS = PER_TOKEN_PROCESSORS | {
     logits_process.MinNewTokensLengthLogitsProcessor,
     logits_process.NoBadWordsLogitsProcessor,
     logits_process.NoRepeatNGramLogitsProcessor,
-    logits_process.RepetitionPenaltyLogitsProcessor,
     logits_process.SequenceBiasLogitsProcessor,
     logits_process.SuppressTokensAtBeginLogitsProcessor,
 }
@@ -76,9 +75,12 @@ class DDTreeDecoding:
         **model_kwargs: Any,
     ) -> DDTreeOutput | Tensor:
         """Decodes from the inputs that `generate()` prepared."""
+        check_settings(model, generation_config)
         check_call(generation_config, logits_processor)
         check_target(model)
         check_cache(cache_of(model_kwargs))
+        if generation_config.compile_config is not None:
+            model._valid_auto_compile_criteria(model_kwargs, generation_config)  # says that nothing is compiled
         generator = self._candidate_generator
         if generator is None:
             generator = make_candidate_generator(self._assistant_model, model, self.config, self._draft_state)
@@ -147,6 +149,20 @@ def ddtree(
             f"`{type(candidate_generator).__name__}`."
         )
     return DDTreeDecoding(config, assistant_model, candidate_generator, draft_state, streamer)
+
+
+def check_settings(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
+    """Refuses what is set in the configuration that `generate()` prepared from the model's and the call's."""
+    defaults = GenerationConfig._get_default_generation_params()
+
+    def setting(name: str) -> Any:
+        return getattr(generation_config, name, None)
+
+    def set_by_call(name: str) -> Any:
+        inherited = getattr(model.generation_config, name, None), defaults.get(name)
+        return None if setting(name) in inherited else setting(name)
+
+    check_arguments(setting, set_by_call)
 
 
 def make_candidate_generator(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -10,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.generation import logits_process
 
 from .attention.dispatch import OPERATORS
+from .compat import is_sharded_over_processes
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
@@ -18,7 +22,61 @@ GUIDANCE_PROCESSORS = (
     logits_process.ClassifierFreeGuidanceLogitsProcessor,
     logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+# What asks for another way to draft, and what does not work as it should, whoever sets it; and what to do instead.
+OTHER_DRAFTERS = ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit")
+# What says how others draft. A model's own generation config may hold these, where they change no output.
+OTHER_DRAFTERS_KNOBS = {
+    "assistant_tokenizer": "Drafters share the target's tokenizer; leave it out.",
+    "num_assistant_tokens": "Set `draft_length` and `tree_budget`.",
+    "num_assistant_tokens_schedule": "Set `tree_budget`.",
+    "assistant_confidence_threshold": "Set `tree_budget`: the nodes go where the drafter is confident.",
+    "max_matching_ngram_size": "Leave it out.",
+    "assistant_lookbehind": "Drafters share the target's tokenizer; leave it out.",
+    "target_lookbehind": "Drafters share the target's tokenizer; leave it out.",
+    "assistant_ensemble_weight": "Tree decoding changes no probability; leave it out.",
+    "speculation_type": "`generation_strategy` says it already; leave it out.",
+}
 CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+
+
+def check_arguments(setting: Callable[[str], Any], set_by_call: Callable[[str], Any]) -> None:
+    """Refuses arguments that Transformers would ignore, or refuse for a reason that does not hold here.
+
+    Args:
+        setting: The value of an argument of `generate()`, whoever sets it; None if nobody does.
+        set_by_call: The same, None if it is but the model's default.
+
+    Raises:
+        ValueError: If there is one. The message says what works instead.
+    """
+    for name in OTHER_DRAFTERS:
+        if setting(name):
+            raise ValueError(
+                f"Tree decoding does greedy search and sampling, but `{name}` asks for assisted generation by another "
+                "drafter. Leave it out and pass a drafter as `assistant_model` or a `TreeCandidateGenerator` as "
+                "`candidate_generator`, or generate without `generation_strategy`."
+            )
+    for name, instead in OTHER_DRAFTERS_KNOBS.items():
+        if set_by_call(name) is not None:
+            raise ValueError(
+                f"`{name}` is for the drafters of Transformers' own assisted generation and has no meaning in tree "
+                f"decoding. {instead}"
+            )
+    if setting("is_assistant"):
+        raise ValueError(
+            "`is_assistant` is True, but a model that drafts for another one must not be decoded by tree. Leave it "
+            "out, or generate without `generation_strategy`."
+        )
+    if setting("synced_gpus"):
+        raise ValueError(
+            "`synced_gpus` is True, but by tree each process needs another number of forwards, so they would wait for "
+            "each other forever. Give each process a whole model, or generate without `generation_strategy`."
+        )
+    if setting("cache_implementation") == "paged":
+        raise ValueError(
+            "`cache_implementation='paged'` asks for continuous batching, which does not decode by tree. Leave "
+            "`cache_implementation` unset, or generate without `generation_strategy`."
+        )
 
 
 def check_call(generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> None:
@@ -59,6 +117,12 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} is an encoder-decoder, but tree decoding is for decoder-only models. Generate without "
             "`generation_strategy`."
         )
+    if is_sharded_over_processes(model):
+        raise ValueError(
+            f"{name} is sharded over processes by FSDP or DeepSpeed ZeRO-3, which run its forwards together. By tree "
+            "each process needs another number of them. Give each process a whole model, or generate without "
+            "`generation_strategy`."
+        )
     implementation = config._attn_implementation
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
@@ -76,6 +140,11 @@ def check_target(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} keeps a state that tree decoding does not know how to branch and commit; it knows that of Gated "
             "DeltaNet layers. Generate without `generation_strategy`."
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
+        raise ValueError(
+            f"{name} takes its positions from the order of the tokens, not from `position_ids`, so the branches of a "
+            "tree cannot share a forward. Generate without `generation_strategy`."
         )
 
 

@@ -72,7 +72,7 @@ def verify(
             inputs[name] = inputs[name][:, -1:].expand(-1, batch.num_nodes)
     model_inputs = model.prepare_inputs_for_generation(batch.token_ids, **inputs)
     model_inputs["position_ids"] = rows.root_positions() + batch.depths
-    model_inputs["attention_mask"] = _attention_mask(model, batch, rows)
+    model_inputs["attention_mask"] = _attention_mask(model, batch, cache, rows)
     if "logits_to_keep" in model_inputs:
         model_inputs["logits_to_keep"] = 0
     with recorder.recording(), dispatch.active(tree_pass):
@@ -193,7 +193,7 @@ def _gather(entries: Tensor, index: Tensor, dim: int) -> Tensor:
 
 
 def _attention_mask(
-    model: PreTrainedModel, batch: TreeBatch, rows: CommittedRows
+    model: PreTrainedModel, batch: TreeBatch, cache: DynamicCache, rows: CommittedRows
 ) -> Tensor | dict[str, Tensor | None]:
     """The mask in the form that the model's forward takes, as Transformers' `create_masks_for_generate` makes it."""
     config = model.config.get_text_config()
@@ -202,6 +202,9 @@ def _attention_mask(
     def mask(sliding_window: int | None) -> Tensor:
         if sliding_window is None:
             visible = tree_attention_mask(batch, rows.num_cached, cached_mask)
+        elif not any(cache.is_sliding):
+            # A cache that was made without the model's config keeps all keys of every layer.
+            visible = tree_attention_mask(batch, rows.num_cached, cached_mask, sliding_window, rows.before_root())
         else:
             kept = min(rows.num_cached, sliding_window - 1)
             visible = tree_attention_mask(batch, kept, rows.window_mask(cached_mask, kept), sliding_window)

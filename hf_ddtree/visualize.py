@@ -22,7 +22,7 @@ def draw_tree(
     Args:
         tree: What to draw.
         tokenizer: Gives the text of tokens; their ids are drawn without it.
-        accepted_path: The nodes that the target took, which stand out.
+        accepted_path: The nodes that the target took, which are marked.
         next_token_id: The target's own pick below the last of `accepted_path`, drawn as one more node.
     """
     parents = tree.parents.tolist()
@@ -39,6 +39,8 @@ def draw_tree(
             drawn.append(Tree(Text(token(token_id), style=style), guide_style="dim"))
             continue
         label = Text.assemble((token(token_id), style), (f"  {probabilities[node]:.1%}", "dim"))
+        if node in accepted:
+            label.append(" ✓", style)
         drawn.append(drawn[parents[node]].add(label))
     if accepted_path and next_token_id is not None:
         drawn[accepted_path[-1]].add(

@@ -237,6 +237,17 @@ def test_truncate_gives_a_tree_of_the_best(seed, size, budget):
     assert sorted(small.log_probs.tolist()) == sorted(log_probs)[len(log_probs) - len(small) :]
 
 
+def test_limit_depth_cuts_what_lies_deeper():
+    tree = small_tree()
+    assert tree.limit_depth(3) is tree
+    assert tree.limit_depth(0).token_ids.tolist() == [10]
+    assert prefixes_of(tree.limit_depth(1)) == [(11,), (12,)]
+    shallow = tree.limit_depth(2)
+    DraftTree.from_parents(shallow.token_ids, shallow.parents, shallow.log_probs)
+    assert prefixes_of(shallow) == [(11,), (12,), (11, 11), (11, 12), (12, 11)]
+    assert shallow.log_probs.tolist() == [0.0, -0.5, -1.0, -1.5, -2.0, -1.25]
+
+
 # --- builders ------------------------------------------------------------------------------------------------------
 
 

@@ -11,12 +11,12 @@ from hf_ddtree.acceptance import PER_TOKEN_PROCESSORS
 
 # Tokens that end the continuation of the prompt early.
 EOS = {"eos_token_id": [42, 57], "pad_token_id": 0}
-BIAS = {"sequence_bias": [[[3], 2.5], [[17, 4], 6.0], [[9, 8, 7], 8.0]]}
+BIAS = {"sequence_bias": [[[3], 4.0], [[38, 42], -9.0], [[58, 10], -9.0], [[9, 8, 7], 8.0]]}
 
 ANY_MODE = {
     "none": {},
     "repetition_penalty": {"repetition_penalty": 1.4},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
     "bad_words_ids": {"bad_words_ids": [[3], [17], [40, 41], [12, 13, 14]]},
     "sequence_bias": BIAS,
     "min_length": {"min_length": PROMPT_LENGTH + 12, **EOS},
@@ -25,7 +25,7 @@ ANY_MODE = {
     "forced_bos_token_id": {"forced_bos_token_id": 6, "inputs": make_prompt(length=1)},
     "suppress_tokens": {"suppress_tokens": [1, 2, 3, 40, 41]},
     "begin_suppress_tokens": {"begin_suppress_tokens": list(range(0, VOCAB_SIZE, 2))},
-    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (8, 1.2), **EOS},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (2, 1.5), **EOS},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
     "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
     "remove_invalid_values": {"remove_invalid_values": True},
@@ -39,7 +39,7 @@ ANY_MODE = {
     "several": {
         "repetition_penalty": 1.2,
         "no_repeat_ngram_size": 3,
-        "min_new_tokens": 6,
+        "min_new_tokens": 14,
         "bad_words_ids": [[11, 12]],
         "suppress_tokens": [30],
         **EOS,

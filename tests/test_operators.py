@@ -19,7 +19,9 @@ pytestmark = pytest.mark.core
 CPU = torch.device("cpu")
 
 
-def state_after_path(initial_state: Tensor, factors: DeltaFactors, path: Tensor, lengths: Tensor | None = None) -> Tensor:
+def state_after_path(
+    initial_state: Tensor, factors: DeltaFactors, path: Tensor, lengths: Tensor | None = None
+) -> Tensor:
     """The state after a path, of two layers that are alike."""
     states = [initial_state.clone(), 2 * initial_state]
     advance_states(states, [factors, factors], path, lengths)
@@ -73,24 +75,25 @@ class Layer:
             self.query, self.key, self.value, self.g, self.beta, ancestor_mask, self.initial_state, self.normalise
         )
 
-    def states_and_outputs(self, row: int, path: list[int]) -> tuple[Tensor, Tensor]:
-        """State after the path `(heads, d_k, d_v)` and output of its last node `(heads, d_v)`, step by step."""
-        heads, key_heads = self.value.shape[2], self.key.shape[2]
-        states, outputs = [], []
-        for head in range(heads):
-            state = self.initial_state[row, head].double()
-            for node in path:
+    def state_and_output(self, row: int, path: list[int]) -> tuple[Tensor, Tensor]:
+        """State after the path `(heads, d_k, d_v)` and what it gives to the query of the last node `(heads, d_v)`."""
+        groups = self.value.shape[2] // self.key.shape[2]
+        state = self.initial_state[row].double()
+        output = torch.zeros(state.shape[0], state.shape[2], dtype=torch.double)
+        for node in path:
+            query, key = (
+                tensor[row, node].double().repeat_interleave(groups, dim=0) for tensor in (self.query, self.key)
+            )
+            if self.normalise:
                 query, key = (
-                    tensor[row, node, head // (heads // key_heads)].double() for tensor in (self.query, self.key)
+                    vectors / (vectors.square().sum(-1, keepdim=True) + 1e-6).sqrt() for vectors in (query, key)
                 )
-                if self.normalise:
-                    query, key = (vector / (vector.square().sum() + 1e-6).sqrt() for vector in (query, key))
-                beta, value = self.beta[row, node, head].double(), self.value[row, node, head].double()
-                forget = torch.eye(len(key), dtype=torch.double) - beta * torch.outer(key, key)
-                state = self.g[row, node, head].double().exp() * forget @ state + beta * torch.outer(key, value)
-            states.append(state)
-            outputs.append(query @ state / len(query) ** 0.5)
-        return torch.stack(states), torch.stack(outputs)
+            beta, value = self.beta[row, node].double()[:, None], self.value[row, node].double()
+            state = self.g[row, node].double().exp()[:, None, None] * state
+            predicted = torch.einsum("hk,hkv->hv", key, state)
+            state = state + torch.einsum("hk,hv->hkv", key, beta * (value - predicted))
+            output = torch.einsum("hk,hkv->hv", query, state) / query.shape[-1] ** 0.5
+        return state, output
 
 
 LAYERS = {
@@ -118,7 +121,7 @@ def test_delta_rule_is_the_recurrence_along_every_path(settings, shape):
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[output.dtype]
     for node in range(len(trees[0])):
         path = trees[0].path(node)
-        state, expected = layer.states_and_outputs(0, path)
+        state, expected = layer.state_and_output(0, path)
         torch.testing.assert_close(output[0, node].double(), expected, atol=tolerance, rtol=tolerance)
         committed = state_after_path(layer.initial_state, factors, torch.tensor([path]))
         assert committed.dtype == torch.float32
@@ -133,7 +136,7 @@ def test_delta_rule_with_a_tree_and_a_path_a_row():
     output, factors = layer.by_tree(trees)
     for row, tree in enumerate(trees):
         for node in range(len(tree)):
-            _, expected = layer.states_and_outputs(row, tree.path(node))
+            _, expected = layer.state_and_output(row, tree.path(node))
             torch.testing.assert_close(output[row, node].double(), expected, atol=1e-5, rtol=1e-5)
     for _ in range(10):
         paths = [random_path(rng, tree) for tree in trees]
@@ -143,7 +146,7 @@ def test_delta_rule_with_a_tree_and_a_path_a_row():
         lengths = torch.tensor(list(map(len, paths)))
         committed = state_after_path(layer.initial_state, factors, padded, lengths)
         for row, path in enumerate(paths):
-            state, _ = layer.states_and_outputs(row, path)
+            state, _ = layer.state_and_output(row, path)
             torch.testing.assert_close(committed[row].double(), state, atol=1e-5, rtol=1e-5)
 
 
@@ -169,7 +172,7 @@ def test_states_of_a_thousand_commits_stay_those_of_the_recurrence():
         state = state_after_path(layer.initial_state, factors, torch.tensor([path]))
         if expected is not None:
             layer.initial_state = expected[None]
-        expected, _ = layer.states_and_outputs(0, path)
+        expected, _ = layer.state_and_output(0, path)
     torch.testing.assert_close(state[0].double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -245,6 +248,21 @@ def test_mask_is_what_each_nodes_own_sequence_would_see(window):
                 visible = set(keys if window is None else keys[-window:])
                 visible -= set((~cached_mask[row]).nonzero().flatten().tolist())
                 assert set(mask[row, 0, node].nonzero().flatten().tolist()) == visible
+
+
+@pytest.mark.parametrize("window", [2, 5, 8])
+def test_window_over_a_cache_that_keeps_every_key(window):
+    """Rows of different lengths, each in the first entries of a cache as long as the longest."""
+    rng = random.Random(window)
+    trees = trees_of(rng, ("deep", 15), ("straggling", 10), ("bushy", 6))
+    lengths = [12, 3, 7]
+    entries = torch.arange(12).expand(3, -1)
+    before_root = torch.tensor(lengths)[:, None] - entries
+    mask = tree_attention_mask(TreeBatch.from_trees(trees, CPU), 12, before_root > 0, window, before_root)
+    for row, (tree, length) in enumerate(zip(trees, lengths)):
+        for node in range(len(tree)):
+            visible = [*range(length), *(12 + step for step in tree.path(node))][-window:]
+            assert mask[row, 0, node].nonzero().flatten().tolist() == visible
 
 
 def test_mask_of_a_full_cache_needs_no_cached_mask():

@@ -20,7 +20,6 @@ from hf_ddtree.attention import dispatch
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.draft_tree import DraftTree
 from hf_ddtree.rows import CommittedRows
-from hf_ddtree.rows import CommittedRows
 from hf_ddtree.verification import FeatureRecorder, commit, recording_past, verify
 
 TOLERANCE = 1e-4
@@ -46,11 +45,12 @@ class Decoding:
         dispatch.install(model)
         tokens = torch.tensor(contexts)
         model(input_ids=tokens, **mask_and_positions(tokens, padding), use_cache=True, **{CACHE_KEY: self.cache})
-        up_to_root = torch.zeros((len(contexts), len(contexts[0]) + 1), dtype=torch.long)
-        self.arguments = mask_and_positions(up_to_root, padding)
-        self.arguments.setdefault("position_ids", torch.arange(up_to_root.shape[1])[None])
-        self.arguments |= {CACHE_KEY: self.cache, "use_cache": True}
-        self.rows = CommittedRows(len(contexts[0]), self.arguments, len(contexts), tokens.device)
+        up_to_root = torch.nn.functional.pad(tokens, (0, 1))
+        arguments = {
+            "position_ids": torch.arange(up_to_root.shape[1])[None],
+            **mask_and_positions(up_to_root, padding),
+        }
+        self.rows = CommittedRows(tokens.shape[1], arguments, len(tokens), tokens.device)
 
     def verify(self, trees: list[DraftTree]) -> Tensor:
         """Logits `(batch, n, vocab)` of all nodes."""
@@ -88,7 +88,7 @@ def mask_and_positions(tokens: Tensor, padding: list[int] | None) -> dict[str, T
 
 
 def plain_logits(model: PreTrainedModel, sequences: list[list[int]], padding: int | None = None) -> list[Tensor]:
-    """Logits `(length, vocab)` of each sequence, of one forward; what fills up shorter ones at the right is ignored."""
+    """Logits `(length, vocab)` of each sequence, from one forward; shorter ones are filled up at the right."""
     longest = max(map(len, sequences))
     tokens = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences])
     arguments = mask_and_positions(tokens, None if padding is None else [padding] * len(sequences))

@@ -43,7 +43,7 @@ def test_draws_ids_without_a_tokenizer():
 
 def test_draws_what_the_target_picked_below_the_path():
     lines = render(draw_tree(tree(), Words(), accepted_path=[0, 1], next_token_id=14)).splitlines()
-    assert lines[1:3] == ["├── '[bold]'  60.7%", "│   └── 'own'  the target's pick"]
+    assert lines[1:3] == ["├── '[bold]'  60.7% ✓", "│   └── 'own'  the target's pick"]
 
 
 def test_the_accepted_path_stands_out():

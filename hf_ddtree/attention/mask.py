@@ -9,7 +9,11 @@ from .tree_batch import TreeBatch
 
 
 def tree_attention_mask(
-    trees: TreeBatch, num_cached: int, cached_mask: Tensor | None = None, sliding_window: int | None = None
+    trees: TreeBatch,
+    num_cached: int,
+    cached_mask: Tensor | None = None,
+    sliding_window: int | None = None,
+    before_root: Tensor | None = None,
 ) -> Tensor:
     """Which keys each node sees, for the keys that a cache layer returns: the cached ones, then the nodes'.
 
@@ -18,9 +22,11 @@ def tree_attention_mask(
 
     Args:
         trees: The round's trees.
-        num_cached: Number of keys in the layer's cache. With a window they are the last ones before the root.
+        num_cached: Number of keys in the layer's cache.
         cached_mask: `(batch, num_cached)` bool, False where a cached key is not to be seen; None if all are.
         sliding_window: The layer's window, None for full attention.
+        before_root: `(batch, num_cached)` int64, how far before its row's root each cached key lies. By default the
+            keys are the last ones before the root.
 
     Returns:
         `(batch, 1, n, num_cached + n)` bool, True where a node may look.
@@ -32,8 +38,9 @@ def tree_attention_mask(
         mask[..., :num_cached] = cached_mask[:, None]
     mask[..., num_cached:] = trees.ancestor_mask
     if sliding_window is not None:
-        before_root = torch.arange(num_cached, 0, -1, device=device)
-        mask[..., :num_cached] &= trees.depths[..., None] + before_root < sliding_window
+        if before_root is None:
+            before_root = torch.arange(num_cached, 0, -1, device=device)[None]
+        mask[..., :num_cached] &= trees.depths[..., None] + before_root[:, None] < sliding_window
         mask[..., num_cached:] &= trees.depths[..., None] - trees.depths[:, None] < sliding_window
     return mask[:, None]
 

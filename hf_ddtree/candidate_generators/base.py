@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers.generation import CandidateGenerator
+from transformers.utils import ModelOutput
 
+from ..compat import CACHE_KEY, captured_layers, hidden_states_of
 from ..draft_tree import DraftTree
 
 
@@ -45,13 +47,16 @@ class TreeCandidateGenerator(CandidateGenerator):
         build_seconds: Time spent on turning distributions into trees since the last `start`.
         num_forwards: Forwards of the drafter since the last `start`.
         state: What it knows of the sequences, for a later call that goes on with them; None if nothing.
+        end_tokens: Where `get_candidates` ends a chain: the target's end-of-sequence tokens.
     """
 
     feature_layers: tuple[int, ...] = ()
     state: Any = None
+    end_tokens: frozenset[int] = frozenset()
     default_budget: ClassVar[int] = 16
 
     def __init__(self) -> None:
+        self._num_candidates, self._num_seen = 0, 0
         self.build_seconds = 0.0
         self.num_forwards = 0
 
@@ -62,12 +67,12 @@ class TreeCandidateGenerator(CandidateGenerator):
         Must not draw from PyTorch's default random generator: sampling with a seed would give other tokens.
         """
 
-    def start(self, input_ids: Tensor, num_cached: int) -> None:
+    def start(self, cached_ids: Tensor, num_cached: int) -> None:
         """Called before the first round of a `generate()` call.
 
         Args:
-            input_ids: `(batch, length)`, the prompts; or their part that the target has not seen, if the caller passed
-                no more.
+            cached_ids: `(batch, num_cached)`, the tokens in the target's cache; `(batch, 0)` if the caller passed only
+                those that follow.
             num_cached: Number of tokens in the target's cache. The generator hears nothing more of them.
         """
         self.build_seconds = 0.0
@@ -76,23 +81,70 @@ class TreeCandidateGenerator(CandidateGenerator):
     def finish(self, context: DraftContext) -> None:
         """Called after the last round, with what `propose` would get now."""
 
-    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    @property
+    def requires_model_outputs(self) -> bool:
+        """Whether Transformers' own assisted decoding must pass the target's outputs to `get_candidates`."""
+        return bool(self.feature_layers)
+
+    @property
+    def model_kwargs_overrides(self) -> dict[str, Any]:
+        """What the target's forward is asked for then."""
+        return {"output_hidden_states": captured_layers(self.feature_layers)}
+
+    def get_candidates(
+        self,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: ModelOutput | None = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         """The most probable chain of the proposed tree, for Transformers' own assisted decoding.
+
+        A generator that hooks layers drafts nothing before it has seen the target's outputs for the prompt.
 
         Args:
             input_ids: `(1, length)` int64.
+            model_kwargs: As assisted decoding keeps them; passed if `requires_model_outputs`, as all that follows.
+            model_outputs: Of the last forward, with the hidden states of the last candidates.
+            is_first_iteration: Whether there has been no forward yet.
+            n_last_matches: How many of the last candidates were accepted.
 
         Returns:
             `(1, length + drafted)`: `input_ids` and the drafted tokens; and None, as there are no draft logits, which
             makes Transformers accept a drafted token where the target chooses the same.
         """
-        tree = self.propose(DraftContext(input_ids, [input_ids.shape[1] - 1]), self.default_budget)[0]
-        node, tokens = 0, []
-        while children := tree.children(node):
+        num_seen, features = input_ids.shape[1] - 1, None
+        if self.requires_model_outputs and model_kwargs is not None:
+            if is_first_iteration or model_outputs is None:
+                self._num_candidates, self._num_seen = 0, model_kwargs[CACHE_KEY].get_seq_length()
+                self.start(input_ids[:, : self._num_seen], self._num_seen)
+                return input_ids, None
+            features = self._features_of(model_outputs, model_kwargs, int(n_last_matches))
+            num_seen = self._num_seen
+        num_features = [] if features is None else [features.shape[1]]
+        tree = self.propose(DraftContext(input_ids, [num_seen], features, num_features), self.default_budget)[0]
+        node = 0
+        tokens: list[int] = []
+        while (children := tree.children(node)) and not self.end_tokens.intersection(tokens[-1:]):
             node = max(children, key=lambda child: float(tree.log_probs[child]))
             tokens.append(int(tree.token_ids[node]))
+        self._num_candidates = len(tokens)
         drafted = torch.tensor([tokens], dtype=input_ids.dtype, device=input_ids.device)
         return torch.cat((input_ids, drafted), dim=1), None
+
+    def _features_of(self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_matches: int) -> Tensor:
+        """`(1, tokens, features)` of what the last forward was fed and was kept, padding left out."""
+        layers = [hidden_states_of(outputs, layer) for layer in self.feature_layers]
+        length = layers[0].shape[1] - self._num_candidates + num_matches
+        self._num_seen += length
+        features = torch.cat([layer[:, :length].to(layers[0].device) for layer in layers], dim=-1)
+        attention_mask = model_kwargs.get("attention_mask")
+        if attention_mask is None:
+            return features
+        # The mask reaches to the root, which follows the features.
+        return features[:, attention_mask[0, -1 - length : -1].to(features.device, torch.bool)]
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Nothing to update: what a generator learns it learns from `DraftContext`."""

@@ -34,21 +34,19 @@ class DFlashState:
     features: Tensor | None = None
     num_features: list[int] = field(default_factory=list)
 
-    def continues(self, input_ids: Tensor, num_cached: int) -> bool:
-        """Whether this is the state of the first `num_cached` tokens.
+    def continues(self, cached_ids: Tensor, num_cached: int) -> bool:
+        """Whether this is the state of what the target's cache holds, as far as can be told.
 
         Args:
-            input_ids: `(batch, length)`, all tokens, or those alone that are not cached.
-            num_cached: Number of tokens in the target's cache.
+            cached_ids: `(batch, num_cached)`, the tokens; `(batch, 0)` if they are not known.
+            num_cached: Their number.
         """
-        if self.input_ids is None or len(self.input_ids) != len(input_ids):
+        if self.input_ids is None or self.root_positions != [num_cached] * len(cached_ids):
             return False
-        if any(position != num_cached for position in self.root_positions):
-            return False
-        if input_ids.shape[1] <= num_cached:
-            return True
-        known = self.input_ids[:, :num_cached]
-        return torch.equal(known, input_ids[:, : known.shape[1]])
+        # Both end at the same token, but either may lack the first ones. The root, which is last, is never cached.
+        known = self.input_ids[:, :-1]
+        length = min(known.shape[1], cached_ids.shape[1])
+        return torch.equal(known[:, known.shape[1] - length :], cached_ids[:, cached_ids.shape[1] - length :])
 
 
 class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
@@ -80,15 +78,16 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self.drafter = drafter
         self.config = config or DDTreeConfig()
         self.feature_layers = tuple(drafter.config.target_layer_ids)
+        self.end_tokens = end_tokens_of(target_model)
         self.state = state or DFlashState()
         self._embeddings = target_model.get_input_embeddings()
         self._head = target_model.get_output_embeddings()
         self._horizon = drafter.config.block_size - 1
         self._draft_length = min(self.config.draft_length or self._horizon, self._horizon)
 
-    def start(self, input_ids: Tensor, num_cached: int) -> None:
-        super().start(input_ids, num_cached)
-        if num_cached == 0 or not self.state.continues(input_ids, num_cached):
+    def start(self, cached_ids: Tensor, num_cached: int) -> None:
+        super().start(cached_ids, num_cached)
+        if num_cached == 0 or not self.state.continues(cached_ids, num_cached):
             self.state = DFlashState()
 
     def finish(self, context: DraftContext) -> None:
@@ -158,14 +157,21 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         old = state.context_mask
         if old is None:
             old = torch.ones((batch_size, state.cache.get_seq_length()), dtype=torch.bool, device=device)
-        if old.shape[1] > 2 * int(old.sum(dim=1).max()) + MOST_PADDING:
-            old = state.cache.drop_padding(old)
         new = torch.arange(num_new, device=device) < torch.tensor(num_features, device=device)[:, None]
+        longest = int((old.sum(dim=1) + new.sum(dim=1)).max())
+        if old.shape[1] + num_new > 2 * longest + MOST_PADDING:
+            old = state.cache.drop_padding(old)
         state.context_mask = torch.cat((old, new), dim=1)
 
 
-# Padding that the drafter's context may hold besides half of itself before it is dropped.
+# The drafter's context is never longer than twice its longest row and this.
 MOST_PADDING = 64
+
+
+def end_tokens_of(model: PreTrainedModel) -> frozenset[int]:
+    """The end-of-sequence tokens in the model's generation config."""
+    tokens = getattr(model.generation_config, "eos_token_id", None)
+    return frozenset(() if tokens is None else [tokens] if isinstance(tokens, int) else tokens)
 
 
 def _join(first: Tensor, num_first: list[int], second: Tensor, num_second: list[int]) -> tuple[Tensor, list[int]]:

@@ -1,0 +1,35 @@
+"""A DFlash drafter with random weights for a tiny target: seldom right, but with a context that must be kept right."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_ddtree.drafters import DFlashConfig, DFlashDraftModel
+
+
+def make_drafter(target: PreTrainedModel, kind: str = "full_attention", block_size: int = 6) -> DFlashDraftModel:
+    """Two layers of one kind that read the first and the last layer of the target."""
+    config = target.config.get_text_config()
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        drafter = DFlashDraftModel(
+            DFlashConfig(
+                vocab_size=config.vocab_size,
+                hidden_size=config.hidden_size,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=16,
+                layer_types=[kind] * 2,
+                sliding_window=12,
+                use_sliding_window=True,
+                block_size=block_size,
+                target_layer_ids=[0, config.num_hidden_layers - 1],
+                num_target_layers=config.num_hidden_layers,
+                mask_token_id=config.vocab_size - 1,
+                initializer_range=0.3,
+            )
+        )
+    return drafter.eval().requires_grad_(False)
