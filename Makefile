@@ -40,10 +40,11 @@ clean:
 	.venv/bin/python $(PIP_INSTALL) -c constraints.txt -e .
 	touch $@
 
-# dflash is the reference that the drafter is tested against. Its own dependencies are heavy, and no test needs them.
+# dflash is the reference that the drafter is tested against, xgrammar (with apache-tvm-ffi) a library of grammars.
+# Their other dependencies are heavy, and no test needs them.
 .venv/dev.stamp: .venv/user.stamp
 	.venv/bin/python $(PIP_INSTALL) -c constraints.txt -e ".[dev]"
-	.venv/bin/python $(PIP_INSTALL) --no-deps dflash==0.1.0
+	.venv/bin/python $(PIP_INSTALL) --no-deps dflash==0.1.0 xgrammar==0.2.9 apache-tvm-ffi==0.1.15.post2
 	touch $@
 
 # constraints.txt, except where constraints-oldest.txt says otherwise.

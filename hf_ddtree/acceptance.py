@@ -99,7 +99,8 @@ class Chooser:
         elif self._at_once:
             scores = None
         else:
-            scores = self._processors(emitted, logits.to(copy=True, dtype=torch.float32, device=emitted.device))
+            logits = logits.to(copy=True, dtype=torch.float32, device=emitted.device)
+            scores = self._processors(emitted, logits)
         if self._greedy is not None:
             tokens = [row[node] for row, node in zip(self._greedy, nodes)]
         elif self._do_sample:

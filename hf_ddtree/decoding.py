@@ -145,7 +145,7 @@ def _with_padding_rows(trees: list[DraftTree], groups: Sequence[RowGroup]) -> li
 
 
 def _chain(tokens: list[int]) -> DraftTree:
-    return DraftTree(torch.tensor(tokens), torch.arange(-1, len(tokens) - 1))
+    return DraftTree(torch.tensor(tokens, device="cpu"), torch.arange(-1, len(tokens) - 1, device="cpu"))
 
 
 def _pad_to_longest(
@@ -221,7 +221,8 @@ def _check_trees(trees: list[DraftTree], token_ids: Tensor, vocab_size: int) -> 
                 f"{int(tree.token_ids.max())}, but the target knows 0 to {vocab_size - 1}."
             )
         parents = tree.parents
-        if parents[0] != -1 or not (parents[1:] < torch.arange(1, len(parents))).all() or (parents[1:] < 0).any():
+        nodes = torch.arange(1, len(parents), device="cpu")
+        if parents[0] != -1 or not (parents[1:] < nodes).all() or (parents[1:] < 0).any():
             raise ValueError(
                 "The candidate generator proposed a tree whose parents are not in order: `parents[0]` must be -1 and "
                 "every other node must come after its parent. Build trees with `DraftTree.from_parents`, which checks."

@@ -32,7 +32,9 @@ class DraftTree:
     def __init__(self, token_ids: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> None:
         self.token_ids = token_ids
         self.parents = parents
-        self.log_probs = torch.zeros(len(token_ids)) if log_probs is None else log_probs
+        if log_probs is None:
+            log_probs = torch.zeros(len(token_ids), dtype=torch.float32, device="cpu")
+        self.log_probs = log_probs
 
     @classmethod
     def from_parents(
@@ -86,7 +88,7 @@ class DraftTree:
     @classmethod
     def root_only(cls, token_id: int) -> DraftTree:
         """A tree with nothing drafted."""
-        return cls(torch.tensor([token_id]), torch.tensor([-1]))
+        return cls(torch.tensor([token_id], device="cpu"), torch.tensor([-1], device="cpu"))
 
     def __len__(self) -> int:
         """Number of nodes, the root included."""
@@ -111,7 +113,7 @@ class DraftTree:
         depths = [0]
         for parent in self._parent_list[1:]:
             depths.append(depths[parent] + 1)
-        return torch.tensor(depths)
+        return torch.tensor(depths, device="cpu")
 
     @cached_property
     def ancestor_mask(self) -> Tensor:
@@ -337,12 +339,12 @@ def _checked_candidates(log_probs: Tensor, token_ids: Tensor) -> tuple[np.ndarra
 
 
 def _integer_vector(name: str, values: Tensor | list[int]) -> np.ndarray:
-    tensor = torch.as_tensor(values)
+    tensor = torch.as_tensor(values, device="cpu")
     if tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
         raise ValueError(f"`{name}` has dtype {tensor.dtype}, but must hold integers.")
     if tensor.ndim != 1:
         raise ValueError(f"`{name}` has shape {tuple(tensor.shape)}, but must be one-dimensional: an entry a node.")
-    return tensor.to("cpu", torch.int64).numpy()
+    return tensor.to(torch.int64).numpy()
 
 
 def _path_log_probs(log_probs: Tensor | list[float], parents: np.ndarray) -> Tensor:

@@ -99,7 +99,7 @@ class EmittedSequences:
             self._buffer = torch.nn.functional.pad(self._buffer, (0, max(64, self._length // 2)))
         self._length += 1
         newest = self._buffer[:, self._length - 1]
-        newest.copy_(torch.tensor(tokens))
+        newest.copy_(torch.tensor(tokens, device="cpu"))
         stop = self._stopping_criteria(self.token_ids, None if self.scores is None else tuple(self.scores))
         self.unfinished = [unfinished and not stops for unfinished, stops in zip(self.unfinished, stop.tolist())]
         if self._streamer is not None:

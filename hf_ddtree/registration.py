@@ -20,27 +20,36 @@ STRATEGIES: dict[str, dict[str, Any]] = {"ddtree": {}, "dflash": {"tree_shape": 
 
 _lock = threading.Lock()
 _original: Callable[..., Any] | None = None
+_patched: Callable[..., Any] | None = None
 
 
 def register() -> None:
     """Adds `generation_strategy` to `generate()` of every model. Done on `import hf_ddtree`; a second call is fine."""
-    global _original
+    global _original, _patched
     with _lock:
         if _original is None:
             _original = GenerationMixin.generate
-            GenerationMixin.generate = _with_strategies(_original)
+            GenerationMixin.generate = _patched = _with_strategies(_original)
 
 
 def unregister() -> None:
     """Restores Transformers as it was before `register()`, the functions of models that were decoded by tree included.
 
     A second call does nothing.
+
+    Raises:
+        RuntimeError: If something else has patched `generate()` since, which this would undo as well.
     """
-    global _original
+    global _original, _patched
     with _lock:
         if _original is not None:
+            if GenerationMixin.generate is not _patched:
+                raise RuntimeError(
+                    "`GenerationMixin.generate` was patched again after `hf_ddtree.register()`, by "
+                    f"`{GenerationMixin.generate.__module__}`. Take that patch back first."
+                )
             GenerationMixin.generate = _original
-            _original = None
+            _original = _patched = None
         dispatch.uninstall()
 
 
@@ -52,7 +61,10 @@ def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = signature.bind(self, *args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
         del arguments["self"]
-        strategy = _setting(self, arguments, "generation_strategy")
+        if "generation_strategy" in arguments:
+            strategy = arguments["generation_strategy"]  # None switches off what a configuration says
+        else:
+            strategy = _configured(self, arguments, "generation_strategy")
         decoding = arguments.pop("custom_generate", None)
         if strategy is not None:
             if decoding is not None:

@@ -90,7 +90,7 @@ def commit(cache: DynamicCache, tree_pass: TreePass, paths: Sequence[Sequence[in
         paths: One path a row, from the root on; empty for a row that stays as it is.
         rows: What the cache held before; brought up to date.
     """
-    before = torch.tensor(rows.lengths)
+    before = torch.tensor(rows.lengths, device="cpu")
     rows.advance(list(map(len, paths)))
     committed = _CommittedPaths(paths, tree_pass.trees.num_nodes, before, rows.num_cached)
     _advance_states([layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)], tree_pass, committed)
@@ -130,8 +130,9 @@ class _CommittedPaths:
     def __init__(self, paths: Sequence[Sequence[int]], num_nodes: int, before: Tensor, num_cached: int) -> None:
         longest = max(map(len, paths))
         # A path that is shorter than the longest repeats its last node; an empty one stands for the root.
-        self._path = torch.tensor([[*path, *[path[-1] if path else 0] * (longest - len(path))] for path in paths])
-        self._lengths = torch.tensor(list(map(len, paths)))
+        padded = [[*path, *[path[-1] if path else 0] * (longest - len(path))] for path in paths]
+        self._path = torch.tensor(padded, device="cpu")
+        self._lengths = torch.tensor(list(map(len, paths)), device="cpu")
         self._num_nodes = num_nodes
         self._before = before
         self._num_cached = num_cached
@@ -148,7 +149,7 @@ class _CommittedPaths:
         first = entries.shape[dim] - self._num_nodes
 
         def index() -> Tensor:
-            from_end = torch.arange(count, 0, -1)
+            from_end = torch.arange(count, 0, -1, device="cpu")
             in_path = self._lengths[:, None] - from_end
             node = first + self._path.gather(1, in_path.clamp(min=0, max=self._path.shape[1] - 1))
             return torch.where(in_path >= 0, node, (first + in_path).clamp(min=0))
@@ -163,7 +164,8 @@ class _CommittedPaths:
             return first + self._path
 
         def target() -> Tensor:
-            step = torch.minimum(torch.arange(self._path.shape[1]), (self._lengths - 1).clamp(min=0)[:, None])
+            step = torch.arange(self._path.shape[1], device="cpu")
+            step = torch.minimum(step, (self._lengths - 1).clamp(min=0)[:, None])
             return self._before[:, None] + step
 
         moved = _gather(entries, self._cached_index(("source", first, entries.device), source), dim=-2)

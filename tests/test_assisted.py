@@ -126,7 +126,7 @@ def test_features_are_what_the_layers_gave(assisted, family, how):
 
 
 def quantile(probabilities, num_samples):
-    """In place of `torch.multinomial`: a draw that nothing but the distribution decides, so that runs can be compared."""
+    """In place of `torch.multinomial`: a draw that nothing but the distribution decides, so that runs compare."""
     where = probabilities.argmax(dim=-1, keepdim=True) * 0.618 % 1
     return (probabilities.cumsum(dim=-1) < where).sum(dim=-1, keepdim=True)
 

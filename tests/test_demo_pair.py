@@ -75,8 +75,10 @@ def test_target_knows_python(pair: Pair) -> None:
 
 @torch.no_grad()
 def test_drafter_predicts_its_target(pair: Pair) -> None:
-    """The first slot is right most of the time on greedy continuations of held-out prompts, which needs the right
-    layers, order, positions and mask token."""
+    """The first slot is right most of the time on greedy continuations of held-out prompts.
+
+    Measured: 0.69; 0.51 if the context lags by one token, 0.42 with a mask at the root's place.
+    """
     model, drafter, tokenizer = pair
     recorded: dict[int, list[torch.Tensor]] = {layer: [] for layer in drafter.config.target_layer_ids}
     hooks = [
@@ -98,4 +100,4 @@ def test_drafter_predicts_its_target(pair: Pair) -> None:
             kept.clear()
     for hook in hooks:
         hook.remove()
-    assert right / total > 0.5
+    assert right / total > 0.6

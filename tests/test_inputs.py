@@ -239,15 +239,15 @@ def test_a_second_turn_after_images(vision_model, name):
     arguments = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
     plain, tree = check(vision_model, **inputs)
     said = make_prompts(batch_size, length=4) % VISION_START
+    seconds = []
     for drafts in ({}, {"generation_strategy": "ddtree", "assistant_model": make_drafter(vision_model)}):
         vision_model.generate(**inputs, **arguments)  # The model itself keeps how far positions lag behind.
         first = tree if drafts else plain
         history = torch.cat((first.sequences, said), dim=1)
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, NEW_TOKENS + 4), value=1)
         kwargs = {"attention_mask": mask, CACHE_KEY: first[CACHE_KEY], **arguments, **drafts}
-        second = vision_model.generate(history, **kwargs)
-        expected = expected if drafts else second.sequences
-        assert second.sequences.tolist() == expected.tolist()
+        seconds.append(vision_model.generate(history, **kwargs).sequences.tolist())
+    assert seconds[0] == seconds[1]
 
 
 # --- where settings stand -------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_a_saved_generation_config(tmp_path):
     assert out.sequences.tolist() == plain.tolist()
     trees = [tree for [tree] in out.ddtree_stats.trees]
     assert len(trees) > 1 and all(len(tree) <= 6 and int(tree.depths.max()) <= 2 for tree in trees)
-    assert max(tree.parents.bincount().max() if tree.num_drafted else 0 for tree in trees) <= 3
+    assert max(tree.parents[1:].bincount().max() for tree in trees if tree.num_drafted) <= 3
     assert any(len(tree) == 6 for tree in trees)
 
 
@@ -281,10 +281,14 @@ def test_defaults_of_the_model(tmp_path):
     model.save_pretrained(tmp_path)
     model = type(model).from_pretrained(tmp_path)
     expected = model.generate(prompts, max_new_tokens=10, repetition_penalty=1.3, do_sample=False)
-    defaults = model.generation_config
-    defaults.update(max_new_tokens=10, repetition_penalty=1.3, return_dict_in_generate=True)
-    defaults.update(generation_strategy="ddtree", tree_budget=4)
-    defaults.generation_strategy, defaults.tree_budget, defaults.return_trees = "ddtree", 4, True
+    # A new one: what Transformers made of the model's config is saved as such, and loses what it does not know.
+    model.generation_config = GenerationConfig(
+        max_new_tokens=10,
+        repetition_penalty=1.3,
+        return_dict_in_generate=True,
+        generation_strategy="ddtree",
+        tree_budget=4,
+    )
     model.save_pretrained(tmp_path)
     model = type(model).from_pretrained(tmp_path)
     out = model.generate(prompts, assistant_model=drafter)

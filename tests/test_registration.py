@@ -430,3 +430,22 @@ def test_the_output_can_be_copied(model, plain):
     twin = copy.deepcopy(output)
     assert twin.ddtree_stats.tree_sizes == output.ddtree_stats.tree_sizes
     assert output["sequences"] is output.sequences and "ddtree_stats" in output
+
+
+def test_none_switches_off_what_the_configuration_says(model, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "generation_strategy", "ddtree", raising=False)
+    with pytest.raises(ValueError, match="needs a drafter"):
+        model.generate(make_prompt(), **PLAIN)
+    assert model.generate(make_prompt(), **PLAIN, generation_strategy=None).shape == (1, PROMPT_LENGTH + NEW_TOKENS)
+
+
+def test_unregister_keeps_a_later_patch(monkeypatch):
+    ours = GenerationMixin.generate
+
+    def later(self, *args, **kwargs):
+        return ours(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", later)
+    with pytest.raises(RuntimeError, match="patched again after"):
+        hf_ddtree.unregister()
+    assert GenerationMixin.generate is later

@@ -35,7 +35,7 @@ class TreeBatch:
             size = max(map(len, trees))
             token_ids = torch.stack([_pad(tree.token_ids, size, int(tree.token_ids[0])) for tree in trees])
             depths = torch.stack([_pad(tree.depths, size, 0) for tree in trees])
-            ancestor_mask = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
+            ancestor_mask = torch.eye(size, dtype=torch.bool, device="cpu").repeat(len(trees), 1, 1)
             for row, tree in zip(ancestor_mask, trees):
                 row[: len(tree), : len(tree)] = tree.ancestor_mask
             packed = token_ids, depths, ancestor_mask

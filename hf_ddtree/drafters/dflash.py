@@ -387,7 +387,13 @@ class DFlashDraftModel(PreTrainedModel):
         return self.norm(hidden_states)
 
     def compute_logits(self, hidden_states: Tensor, lm_head: nn.Module) -> Tensor:
-        """Logits of `(..., hidden_size)` by the target's output head, with this drafter's factor and bound."""
+        """Logits of `(..., hidden_size)` by the target's output head, with this drafter's factor and bound.
+
+        On the device and in the dtype of the head.
+        """
+        weight = next(lm_head.parameters(), None)
+        if weight is not None and weight.is_floating_point() and not weight.is_meta:
+            hidden_states = hidden_states.to(weight.device, weight.dtype)
         logits = lm_head(hidden_states)
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier

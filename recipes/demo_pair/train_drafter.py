@@ -121,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, default=Path("build/demo_pair"))
     parser.add_argument("--minutes", type=float, default=60.0, help="the learning rate has decayed to zero by then")
+    parser.add_argument("--stop-after-minutes", type=float, help="stop there, on the schedule of --minutes")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.02)
     parser.add_argument("--layers", type=int, default=3)
@@ -142,6 +143,7 @@ def main() -> None:
     texts = SelfText(args.work_dir, feature_size)
     held_out = load_held_out(args.work_dir, feature_size, rows=8)
     budget, step = TimeBudget(args.minutes * 60), 0
+    stop_after = 60 * (args.stop_after_minutes or args.minutes)
 
     checkpoint = args.work_dir / "drafter_checkpoint.pt"
     if checkpoint.exists():
@@ -156,8 +158,8 @@ def main() -> None:
     log = (args.work_dir / "drafter_log.jsonl").open("a", buffering=1)
     reports, saves, losses, hits = time.monotonic(), time.monotonic(), [], []
     with Progress() as bar:
-        task = bar.add_task("drafter", total=args.minutes * 60, completed=budget.spent)
-        while not budget.exhausted:
+        task = bar.add_task("drafter", total=stop_after, completed=budget.spent)
+        while not budget.exhausted and budget.elapsed < stop_after:
             set_lr(optimizers, budget.lr_factor())
             batch = texts.batch(args.rows, args.anchors, args.block_size - 1, generator)
             loss, first_right = block_loss(drafter, target, *batch, args.gamma, args.soft)
