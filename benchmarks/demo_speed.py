@@ -141,7 +141,8 @@ def summarise(rows: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[s
 
 
 def show(summary: dict[str, Any]) -> None:
-    table = Table("method", "identical", "tokens/s", "quartiles", "speedup", "tokens/forward", "round ms", "outside forwards")
+    columns = "method", "identical", "tokens/s", "quartiles", "speedup", "tokens/forward", "round ms", "outside"
+    table = Table(*columns, caption="outside: share of the time that is spent outside of the two models' forwards")
     for name, entry in summary.items():
         low, median, high = entry["tokens_per_second"]
         cells = [name, str(entry["identical"]), f"{median:.1f}", f"{low:.1f}-{high:.1f}", f"{entry['speedup'][1]:.2f}"]

@@ -116,13 +116,17 @@ def test_no_graph_is_built_when_gradients_are_on(pair):
             assistant_model=drafter,
         )
         generator = DFlashTreeCandidateGenerator(drafter, model)
+        with_graph = []
+        hook = drafter.register_forward_hook(lambda _, __, output: with_graph.append(output.requires_grad))
         features = torch.randn(1, 7, drafter.fc.in_features, requires_grad=True)
         (tree,) = generator.propose(DraftContext(inputs.input_ids, [7], features, [7]), 8)
     finally:
+        hook.remove()
         for module in (model, drafter):
             module.requires_grad_(False)
     assert not any(step.requires_grad for step in output.scores)
     assert tree.num_drafted == 8 and not tree.log_probs.requires_grad
+    assert with_graph == [False]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
