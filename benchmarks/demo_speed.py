@@ -1,9 +1,10 @@
 """Speed of plain decoding, chain and trees on the pair that ships with the package.
 
     python benchmarks/demo_speed.py --output benchmarks/results/demo_speed.json
+    python benchmarks/demo_speed.py --batch-size 4 --budgets 16 --output benchmarks/results/demo_speed_batch_4.json
 
-Greedy, float32. For every prompt all methods run one after the other, in an order that rotates from prompt to prompt,
-and every output is compared with plain decoding's. Reported are medians over prompts with their quartiles.
+Greedy, float32. For every batch of prompts all methods run one after the other, in an order that rotates from batch to
+batch, and every output is compared with plain decoding's. Reported are medians over batches with their quartiles.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def main(
     prompts: Annotated[int, typer.Option(help="Number of held-out prompts.")] = 24,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 256,
     budgets: Annotated[list[int], typer.Option(help="Tree budgets.")] = [8, 16, 32],  # noqa: B006
+    batch_size: Annotated[int, typer.Option(help="Prompts that are decoded together, padded at the left.")] = 1,
     output: Annotated[Path | None, typer.Option(help="Where to write the raw figures as JSON.")] = None,
 ) -> None:
     transformers.logging.set_verbosity_error()
@@ -71,9 +73,13 @@ def main(
     for name, arguments in methods.items():
         if name != "plain":
             arguments["assistant_model"] = drafter
-    inputs = [tokenizer(entry["prompt"], return_tensors="pt") for entry in demo_prompts()[:prompts]]
-    if len(inputs) < prompts:
-        raise typer.BadParameter(f"The pair ships {len(inputs)} prompts.", param_hint="--prompts")
+    texts = [entry["prompt"] for entry in demo_prompts()[:prompts]]
+    if len(texts) < prompts:
+        raise typer.BadParameter(f"The pair ships {len(texts)} prompts.", param_hint="--prompts")
+    inputs = [
+        tokenizer(texts[first : first + batch_size], return_tensors="pt", padding=True, padding_side="left")
+        for first in range(0, prompts, batch_size)
+    ]
     target_timer, drafter_timer = ForwardTimer(model), ForwardTimer(drafter)
 
     def run(name: str, prompt: Any) -> dict[str, Any]:
@@ -83,37 +89,43 @@ def main(
             **prompt, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True, **methods[name]
         )
         seconds = time.perf_counter() - start
-        tokens = out.sequences.shape[1] - prompt["input_ids"].shape[1]
+        tokens = int((out.sequences[:, prompt["input_ids"].shape[1] :] != tokenizer.pad_token_id).sum())
         row = {"tokens": tokens, "seconds": seconds, "target_seconds": target_timer.seconds}
         if name != "plain":
             stats = out.ddtree_stats
             row |= {
                 "drafter_seconds": drafter_timer.seconds,
-                "rounds": len(stats.accepted_lengths),
+                "rounds": stats.target_forwards - 1,
                 "accepted_lengths": stats.accepted_lengths,
                 "stage_seconds": stats.stage_seconds,
             }
-        return row | {"sequence": out.sequences[0].tolist()}
+        return row | {"sequences": out.sequences.tolist()}
 
     for name in methods:
         run(name, inputs[0])
     names = list(methods)
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for index, prompt in enumerate(track(inputs, "prompts", console=Console(stderr=True))):
+    for index, prompt in enumerate(track(inputs, "batches", console=Console(stderr=True))):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
             rows[name].append(run(name, prompt))
     for name in names:
         for row, plain in zip(rows[name], rows["plain"]):
-            row["identical"] = row["sequence"] == plain["sequence"]
+            row["identical"] = row["sequences"] == plain["sequences"]
     for row in (row for name in names for row in rows[name]):
-        del row["sequence"]
+        del row["sequences"]
 
     summary = {name: summarise(rows[name], rows["plain"]) for name in names}
     show(summary)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        report = {"machine": machine(), "max_new_tokens": max_new_tokens, "summary": summary, "rows": rows}
+        report = {
+            "machine": machine(),
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+            "summary": summary,
+            "rows": rows,
+        }
         output.write_text(json.dumps(report, indent=1) + "\n")
     if not all(entry["identical"] == len(inputs) for entry in summary.values()):
         raise SystemExit("Some outputs differ from plain decoding's.")
@@ -131,7 +143,7 @@ def summarise(rows: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[s
         stages = {name: sum(row["stage_seconds"][name] for row in rows) for name in rows[0]["stage_seconds"]}
         forwards = sum(row["target_seconds"] + row["drafter_seconds"] for row in rows)
         summary |= {
-            "tokens_per_forward": sum(map(sum, (row["accepted_lengths"] for row in rows))) / rounds,
+            "tokens_per_forward": statistics.mean(length for row in rows for length in row["accepted_lengths"]),
             "round_ms": {name: round(seconds / rounds * 1e3, 3) for name, seconds in stages.items()},
             "target_forward_ms": round(sum(row["target_seconds"] for row in rows) / rounds * 1e3, 3),
             "drafter_forward_ms": round(sum(row["drafter_seconds"] for row in rows) / rounds * 1e3, 3),

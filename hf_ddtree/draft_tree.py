@@ -166,6 +166,8 @@ class DraftTree:
 
     def limit_depth(self, depth: int) -> DraftTree:
         """The tree without the nodes that lie deeper than `depth`; itself if there are none."""
+        if self.num_drafted <= depth:
+            return self
         kept = (self.depths <= depth).nonzero().flatten()
         if len(kept) == len(self):
             return self

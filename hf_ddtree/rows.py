@@ -28,7 +28,7 @@ class CommittedRows:
         attention_mask = model_kwargs.get("attention_mask")
         self._prompt_mask = None if attention_mask is None else attention_mask[:, :num_prompt].to(device, torch.bool)
         self._root_positions = model_kwargs["position_ids"][..., -1:].to(device)
-        self._device = device
+        self.device = device
 
     @property
     def num_cached(self) -> int:
@@ -48,7 +48,7 @@ class CommittedRows:
         """`(..., batch, 1)` int64, the position of each row's root; leading dimensions are axes of the position."""
         if len(self.lengths) == 1 or self.are_level:
             return self._root_positions + (self.lengths[0] - self.num_prompt)
-        emitted = torch.tensor(self.lengths, device=self._device) - self.num_prompt
+        emitted = torch.tensor(self.lengths, device=self.device) - self.num_prompt
         return self._root_positions + emitted[:, None]
 
     def mask(self) -> Tensor | None:
@@ -56,23 +56,23 @@ class CommittedRows:
         num_cached = self.num_cached
         if self._prompt_mask is None and self.are_level:
             return None
-        mask = torch.ones((len(self.lengths), num_cached), dtype=torch.bool, device=self._device)
+        mask = torch.ones((len(self.lengths), num_cached), dtype=torch.bool, device=self.device)
         if self._prompt_mask is not None:
             mask[:, : self.num_prompt] = self._prompt_mask
         if not self.are_level:
-            lengths = torch.tensor(self.lengths, device=self._device)
-            mask &= torch.arange(num_cached, device=self._device) < lengths[:, None]
+            lengths = torch.tensor(self.lengths, device=self.device)
+            mask &= torch.arange(num_cached, device=self.device) < lengths[:, None]
         return mask
 
     def before_root(self) -> Tensor:
         """`(batch, num_cached)` int64, how far before its row's root each entry of a layer without a window lies."""
-        lengths = torch.tensor(self.lengths, device=self._device)
-        return lengths[:, None] - torch.arange(self.num_cached, device=self._device)
+        lengths = torch.tensor(self.lengths, device=self.device)
+        return lengths[:, None] - torch.arange(self.num_cached, device=self.device)
 
     def window_mask(self, mask: Tensor | None, kept: int) -> Tensor | None:
         """`mask` for a layer that holds the last `kept` entries of each row, `(batch, kept)`."""
         if mask is None:
             return None
-        lengths = torch.tensor(self.lengths, device=self._device)
-        index = lengths[:, None] - kept + torch.arange(kept, device=self._device)
+        lengths = torch.tensor(self.lengths, device=self.device)
+        index = lengths[:, None] - kept + torch.arange(kept, device=self.device)
         return mask.gather(1, index.clamp(min=0)) & (index >= 0)

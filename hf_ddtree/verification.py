@@ -64,7 +64,7 @@ def verify(
         RuntimeError: If a layer with a state did not go through the tree operators.
     """
     cache: DynamicCache = model_kwargs[CACHE_KEY]
-    batch = TreeBatch.from_trees(trees, model.device)
+    batch = TreeBatch.from_trees(trees, rows.device)
     tree_pass = TreePass(batch)
     inputs = {name: value for name, value in model_kwargs.items() if name not in ("position_ids", "attention_mask")}
     for name in TOKEN_TYPES:

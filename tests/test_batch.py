@@ -94,7 +94,7 @@ def test_rows_are_those_of_plain_decoding_and_of_the_row_alone(model, batch_size
         assert answer_of(tokens, alone["input_ids"].shape[1], ends) == answer_of(plain.sequences[row], LENGTH, ends)
 
     paths = [[len(path) for path in round_ if path] for round_ in apart.ddtree_stats.accepted_paths]
-    assert batch_size == 1 or any(len(set(lengths)) > 1 for lengths in paths)
+    assert batch_size < 4 or any(len(set(lengths)) > 1 for lengths in paths)
     paths = [[len(path) for path in round_ if path] for round_ in together.ddtree_stats.accepted_paths]
     assert all(len(set(lengths)) == 1 for lengths in paths)
     assert apart.ddtree_stats.target_forwards <= together.ddtree_stats.target_forwards + 1

@@ -293,7 +293,7 @@ def test_defaults_of_the_model(tmp_path):
     model = type(model).from_pretrained(tmp_path)
     out = model.generate(prompts, assistant_model=drafter)
     assert out.sequences.tolist() == expected.tolist()
-    assert set(out.ddtree_stats.tree_sizes) <= {4} | set(range(4))
+    assert max(out.ddtree_stats.tree_sizes) == 4
     wider = model.generate(prompts, assistant_model=drafter, tree_budget=9, max_new_tokens=8)
     assert max(wider.ddtree_stats.tree_sizes) == 9
     assert wider.sequences.tolist() == expected[:, : LENGTH + 8].tolist()
@@ -359,8 +359,9 @@ print(json.dumps({"plain": plain, "tree": tree}))
 def test_a_prompt_of_8000_tokens_in_bounded_memory():
     """On top of plain decoding: the hooked layers' outputs, twice while they are joined, and the drafter's context.
 
-    That is 2 * 4 layers * 128 and 3 layers * 2 * 192 floats a token, 75 MB in all. A mask of all pairs of tokens
-    would be 268 MB in float32, and no tensor may be larger than the largest one of plain decoding.
+    That is 2 * 4 layers * 128 and 3 layers * 2 * 192 floats a token, 71 MB in all, but not all at once. A mask of all
+    pairs of tokens would be 268 MB in float32. No tensor may be larger than the largest one of plain decoding or than
+    the buffer of the context of one of the drafter's layers.
     """
     length = 8192
     script = subprocess.run(
@@ -372,7 +373,7 @@ def test_a_prompt_of_8000_tokens_in_bounded_memory():
     assert tree["tokens"] == plain["tokens"]
     context_and_room = 2 * 2 * 192 * length * 4 * 1.01
     assert tree["largest"] <= max(plain["largest"], context_and_room)
-    assert tree["peak"] - plain["peak"] < 120e6
+    assert tree["peak"] - plain["peak"] < 80e6
 
 
 def test_only_the_hooked_layers_are_recorded():
