@@ -1,4 +1,4 @@
-"""Tree speculative decoding for Transformers' `generate()`: several times faster, and not one token different."""
+"""Token-tree speculative decoding for Transformers' `generate()`: the same tokens in fewer forwards of the model."""
 
 from .candidate_generators import DFlashTreeCandidateGenerator, DraftContext, TreeCandidateGenerator
 from .configuration import DDTreeConfig

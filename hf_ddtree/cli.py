@@ -17,6 +17,7 @@ from transformers.utils import logging
 import hf_ddtree
 
 from .demo import demo_prompts
+from .draft_tree import DraftTree
 from .visualize import draw_tree
 
 SEED = 0
@@ -48,6 +49,8 @@ def demo(
     sample: Annotated[bool, typer.Option("--sample", help="Sample, both with the same seed.")] = False,
 ) -> None:
     """Complete code that the shipped pair has never seen, by plain generate() and by ddtree, and compare."""
+    if prompt == "":
+        raise typer.BadParameter("The prompt is empty. Give it at least one character.", param_hint="--prompt")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     console = Console(highlight=False)
@@ -139,7 +142,7 @@ def _comparison(plain_runs: list[_Run], ddtree_runs: list[_Run]) -> Table:
 
 
 def _draw_best_round(console: Console, tokenizer: PreTrainedTokenizerBase, runs: list[_Run]) -> None:
-    """Draws the round that accepted most; of several, one whose path strays from the drafter's best guess."""
+    """Draws the round that accepted most of those whose path strays from the drafter's best chain, if any does."""
     rounds = []
     for run in runs:
         if run.stats is None or run.stats.trees is None or run.stats.accepted_paths is None:
@@ -150,9 +153,14 @@ def _draw_best_round(console: Console, tokenizer: PreTrainedTokenizerBase, runs:
     if not rounds:
         console.print("The output ended before a tree was drafted.")
         return
-    tree, path, next_token_id = max(rounds, key=lambda entry: (len(entry[1]), sum(entry[1])))
+    tree, path, next_token_id = max(rounds, key=lambda entry: (_strays(*entry[:2]), len(entry[1])))
     console.print(draw_tree(tree, tokenizer, path, next_token_id))
     console.print(
         f"[dim]Of {tree.num_drafted} drafted tokens, the target took {len(path) - 1} (✓) and then picked its own, "
         "all in one forward. Percentages are the drafter's, for the whole path."
     )
+
+
+def _strays(tree: DraftTree, path: list[int]) -> bool:
+    """Whether some node of the path is not the most probable child of its parent, which comes first."""
+    return any(tree.children(parent)[0] != child for parent, child in zip(path, path[1:]))

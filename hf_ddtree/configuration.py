@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 TreeShape = Literal["best_first", "spine_first", "chain"]
+# Most nodes of a tree.
+MOST_NODES = 4096
 TREE_SHAPES: tuple[str, ...] = get_args(TreeShape)
 
 
@@ -35,6 +38,11 @@ class DDTreeConfig:
 
     def __post_init__(self) -> None:
         require_positive_int("tree_budget", self.tree_budget)
+        if self.tree_budget > MOST_NODES:
+            raise ValueError(
+                f"`tree_budget` is {self.tree_budget}, but a tree has at most {MOST_NODES} nodes: its ancestor mask "
+                "has an entry for each pair of them. Budgets beyond a few hundred hardly ever pay."
+            )
         require_tree_shape("tree_shape", self.tree_shape)
         if self.tree_top_k is not None:
             require_positive_int("tree_top_k", self.tree_top_k, or_none=True)
@@ -66,7 +74,7 @@ class DDTreeConfig:
 
 def require_positive_int(name: str, value: object, or_none: bool = False) -> None:
     """Raises `ValueError` unless `value` is an integer of at least 1; `bool` does not count as one."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1:
         return
     alternative = ", or None for the default" if or_none else ""
     raise ValueError(f"`{name}` must be an integer of at least 1{alternative}, but is {value!r}.")

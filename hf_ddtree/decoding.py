@@ -207,8 +207,16 @@ def _without_padding(
 
 def _check_trees(trees: list[DraftTree], token_ids: Tensor, vocab_size: int) -> None:
     """Refuses trees of a candidate generator that would give wrong tokens."""
+    if not isinstance(trees, list | tuple) or not all(isinstance(tree, DraftTree) for tree in trees):
+        raise TypeError(
+            "The candidate generator's `propose` must return a list of `hf_ddtree.DraftTree`, one a row, but "
+            f"returned {trees!r}."
+        )
     if len(trees) != len(token_ids):
-        raise ValueError(f"The candidate generator proposed {len(trees)} trees for {len(token_ids)} rows.")
+        raise ValueError(
+            f"The candidate generator proposed {len(trees)} trees for {len(token_ids)} rows. `propose` must return "
+            "one a row; `DraftTree.root_only(token)` is a tree with nothing drafted."
+        )
     for tree, root in zip(trees, token_ids[:, -1].tolist()):
         if tree.token_ids[0] != root:
             raise ValueError(

@@ -11,12 +11,17 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from .attention import dispatch
+from .candidate_generators import TreeCandidateGenerator
 from .configuration import DDTreeConfig
+from .drafters import DFlashDraftModel
 from .strategy import DDTreeDecoding, ddtree
 from .support import check_arguments
 
 # What each strategy fixes of `DDTreeConfig`: a chain is a tree of width 1.
 STRATEGIES: dict[str, dict[str, Any]] = {"ddtree": {}, "dflash": {"tree_shape": "chain"}}
+
+# Arguments of `generate()` that strategies understand besides the knobs.
+OWN_ARGUMENTS = ("candidate_generator", "draft_state")
 
 _lock = threading.Lock()
 _original: Callable[..., Any] | None = None
@@ -73,6 +78,11 @@ def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
             decoding = _decoding(self, strategy, arguments)
         elif isinstance(decoding, DDTreeDecoding):
             _check(self, arguments)
+            given = [name for name in (*DDTreeConfig.knobs(), *OWN_ARGUMENTS) if name in arguments]
+            if given:
+                raise ValueError(
+                    f"`{given[0]}` is given to `generate()` next to `custom_generate`. Give it to `hf_ddtree.ddtree`."
+                )
             if arguments.get("assistant_model") is not None:
                 raise ValueError(
                     "`assistant_model` is given to `generate()`, which does not pass it on to a custom decoding "
@@ -80,12 +90,25 @@ def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             decoding = decoding.with_streamer(arguments.get("streamer"))
         else:
+            _check_no_strategy_is_meant(arguments)
             kwargs.pop("generation_strategy", None)
             return original(self, *args, **kwargs)
         _use_tokenizer(self, arguments)
         return original(self, custom_generate=decoding, **arguments)
 
     return generate
+
+
+def _check_no_strategy_is_meant(arguments: dict[str, Any]) -> None:
+    """Refuses what only a strategy understands, where Transformers would complain of something else."""
+    own = [name for name in (*DDTreeConfig.knobs(), *OWN_ARGUMENTS) if arguments.get(name) is not None]
+    if isinstance(arguments.get("assistant_model"), (DFlashDraftModel, TreeCandidateGenerator)):
+        own.append("assistant_model")
+    if own and "generation_strategy" not in arguments:
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in own)} {'is' if len(own) == 1 else 'are'} for tree decoding, but no "
+            '`generation_strategy` is set. Add `generation_strategy="ddtree"`.'
+        )
 
 
 def _check(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
@@ -107,6 +130,12 @@ def _decoding(model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]) 
     knobs = {name: value for name, value in knobs.items() if value is not None}
     knobs |= {name: arguments.pop(name) for name in DDTreeConfig.knobs() if name in arguments}
     arguments.pop("generation_strategy", None)
+    for name, fixed in STRATEGIES[strategy].items():
+        if knobs.get(name, fixed) != fixed:
+            raise ValueError(
+                f"`{name}` is {knobs[name]!r}, but `generation_strategy={strategy!r}` means {fixed!r}. Leave `{name}` "
+                'out, or set `generation_strategy="ddtree"`.'
+            )
     return ddtree(
         assistant_model=arguments.pop("assistant_model", None),
         candidate_generator=arguments.pop("candidate_generator", None),

@@ -17,7 +17,7 @@ from .decoding import decode
 from .drafters import DFlashDraftModel
 from .emission import EmittedSequences, RowGroup, gather_rows
 from .output import DDTreeOutput
-from .support import check_arguments, check_cache, check_call, check_target
+from .support import check_arguments, check_cache, check_call, check_positions, check_target
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -79,6 +79,7 @@ class DDTreeDecoding:
         check_call(generation_config, logits_processor)
         check_target(model)
         check_cache(cache_of(model_kwargs))
+        check_positions(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
         if generation_config.compile_config is not None:
             model._valid_auto_compile_criteria(model_kwargs, generation_config)  # says that nothing is compiled
         generator = self._candidate_generator
@@ -107,6 +108,7 @@ class DDTreeDecoding:
 
 def ddtree(
     assistant_model: PreTrainedModel | None = None,
+    *,
     candidate_generator: TreeCandidateGenerator | None = None,
     draft_state: Any = None,
     streamer: BaseStreamer | None = None,
@@ -145,9 +147,11 @@ def ddtree(
         )
     if candidate_generator is not None and not isinstance(candidate_generator, TreeCandidateGenerator):
         raise TypeError(
-            f"`candidate_generator` must be a `hf_ddtree.TreeCandidateGenerator`, but is a "
-            f"`{type(candidate_generator).__name__}`."
+            "`candidate_generator` must be an instance of `hf_ddtree.TreeCandidateGenerator`, but is "
+            f"{_kind_of(candidate_generator)}."
         )
+    if assistant_model is not None:
+        _require_drafter(assistant_model)
     return DDTreeDecoding(config, assistant_model, candidate_generator, draft_state, streamer)
 
 
@@ -173,13 +177,20 @@ def make_candidate_generator(
     Raises:
         ValueError: If the drafter is of a kind that the package does not know, or does not fit the model.
     """
-    if isinstance(assistant_model, DFlashDraftModel):
-        return DFlashTreeCandidateGenerator(assistant_model, model, config, draft_state)
-    raise ValueError(
-        f"`assistant_model` is a `{type(assistant_model).__name__}`, but must be a drafter that "
-        "`hf_ddtree.load_drafter` loads. For another way to draft, pass a `TreeCandidateGenerator` as "
-        "`candidate_generator`."
-    )
+    _require_drafter(assistant_model)
+    return DFlashTreeCandidateGenerator(assistant_model, model, config, draft_state)
+
+
+def _require_drafter(assistant_model: Any) -> None:
+    if not isinstance(assistant_model, DFlashDraftModel):
+        raise ValueError(
+            f"`assistant_model` is {_kind_of(assistant_model)}, but must be a drafter that `hf_ddtree.load_drafter` "
+            "loads. For another way to draft, pass a `TreeCandidateGenerator` as `candidate_generator`."
+        )
+
+
+def _kind_of(value: Any) -> str:
+    return f"the class `{value.__name__}`" if isinstance(value, type) else f"a `{type(value).__name__}`"
 
 
 def make_groups(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.generation import logits_process
@@ -36,6 +36,10 @@ OTHER_DRAFTERS_KNOBS = {
     "assistant_ensemble_weight": "Tree decoding changes no probability; leave it out.",
     "speculation_type": "`generation_strategy` says it already; leave it out.",
 }
+# Rotary embeddings whose frequencies depend on the highest position of a forward.
+CHANGING_ROPE_TYPES = ("dynamic", "longrope")
+# Settings of models whose attention counts the keys that a node must not see.
+COUNTED_KEYS = ("keep_window_size",)
 CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 
 
@@ -135,6 +139,11 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} has layers of a kind that tree decoding does not know ({', '.join(unknown) or 'chunked'}; known "
             f"are {', '.join(LAYER_TYPES)}). Generate without `generation_strategy`."
         )
+    if any(getattr(config, setting, None) is not None for setting in COUNTED_KEYS):
+        raise ValueError(
+            f"{name} chooses among keys by counting them, the other branches' included, so a tree would change what "
+            "it attends to. Generate without `generation_strategy`."
+        )
     has_own_cache = not model._supports_default_dynamic_cache()
     if has_own_cache or (getattr(model, "_is_stateful", False) and not _has_known_state(model)):
         raise ValueError(
@@ -146,6 +155,47 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} takes its positions from the order of the tokens, not from `position_ids`, so the branches of a "
             "tree cannot share a forward. Generate without `generation_strategy`."
         )
+
+
+def check_positions(model: PreTrainedModel, input_ids: Tensor, max_length: int | None, position_ids: Tensor) -> None:
+    """Refuses a call whose rotary embedding could change under way.
+
+    Some rotary embeddings choose their frequencies for a whole forward by its highest position. The deepest node of a
+    tree would choose for all others.
+
+    Args:
+        model: The target.
+        input_ids: `(batch, length)`, the prompts.
+        max_length: Most tokens that the sequences may have, None if no length is set.
+        position_ids: Positions of the prompts; the last axis is the sequence.
+
+    Raises:
+        ValueError: If the model has such an embedding and the sequences may reach the position where it changes.
+    """
+    limit = _first_changing_position(model)
+    if limit is None:
+        return
+    highest = None if max_length is None else int(position_ids.max()) + max_length - input_ids.shape[1]
+    if highest is None or highest > limit:
+        raise ValueError(
+            f"{type(model).__name__} has a rotary embedding that changes with the length of the sequence beyond "
+            f"{limit} positions, which tree decoding cannot follow, and this call may reach "
+            f"{'any length' if highest is None else highest}. Set `max_new_tokens` so that prompt and output stay "
+            f"within {limit} positions, or generate without `generation_strategy`."
+        )
+
+
+def _first_changing_position(model: PreTrainedModel) -> int | None:
+    """The number of positions up to which the rotary embeddings stay as they are; None if they always do."""
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    limits = [
+        entry.get("original_max_position_embeddings") or config.max_position_embeddings
+        for entry in nested or [parameters]
+        if entry.get("rope_type") in CHANGING_ROPE_TYPES
+    ]
+    return min(limits, default=None)
 
 
 def check_cache(cache: Cache | None) -> None:

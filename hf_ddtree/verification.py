@@ -267,6 +267,11 @@ class FeatureRecorder:
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
         self.layer_ids = tuple(layer_ids)
+        depth = len(decoder_layers(model)) if self.layer_ids else 0
+        if any(not 0 <= layer_id < depth for layer_id in self.layer_ids):
+            raise ValueError(
+                f"The drafter reads the layers {self.layer_ids} of the target, which has {depth}: 0 to {depth - 1}."
+            )
         self._outputs: dict[int, list[Tensor]] = {layer_id: [] for layer_id in self.layer_ids}
         layers = decoder_layers(model) if self.layer_ids else nn.ModuleList()
         self._hooks = [layers[layer_id].register_forward_hook(self._hook(layer_id)) for layer_id in self._outputs]

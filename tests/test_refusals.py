@@ -8,7 +8,15 @@ import transformers
 from families import VOCAB_SIZE, make_config, make_model
 from side_by_side import make_oracle, make_prompt
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import (
+    DogeConfig,
+    DogeForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import hf_ddtree
@@ -376,3 +384,126 @@ def test_trees_of_the_root_alone_are_fine(model):
     plain = model.generate(make_prompt(), **PLAIN)
     output = by_tree(model, candidate_generator=Fixed(lambda root: [DraftTree.root_only(root)]))
     assert output.tolist() == plain.tolist()
+
+
+# --- what would change under way ------------------------------------------------------------------------------------
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0, 4.0, 16.0, 2.0],
+    "original_max_position_embeddings": 24,
+    "factor": 8.0,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize("rope_parameters", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_rotary_embeddings_that_change_with_the_length(rope_parameters):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=24,
+        rope_parameters=rope_parameters,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4 if parameter.ndim > 1 else 1)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    plain = model.generate(make_prompt(length=9), max_new_tokens=15, **options)
+    tree = {"generation_strategy": "ddtree", "candidate_generator": make_oracle(plain)}
+    assert model.generate(make_prompt(length=9), max_new_tokens=15, **options, **tree).tolist() == plain.tolist()
+    with pytest.raises(ValueError, match="beyond 24 positions.* may reach 25"):
+        model.generate(make_prompt(length=9), max_new_tokens=17, **options, **tree)
+
+
+def test_attention_that_counts_keys():
+    config = DogeConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = DogeForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="by counting them"):
+        model.generate(
+            make_prompt(),
+            max_new_tokens=4,
+            generation_strategy="ddtree",
+            candidate_generator=make_oracle(make_prompt()),
+        )
+
+
+# --- what is meant for a strategy -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tree_budget", "candidate_generator", "draft_state", "assistant_model"])
+def test_without_a_strategy(model, name):
+    value = {"tree_budget": 4, "draft_state": object()}.get(name, make_oracle(make_prompt()))
+    with pytest.raises(ValueError, match=f'`{name}` is for tree decoding.*Add `generation_strategy="ddtree"`'):
+        model.generate(make_prompt(), max_new_tokens=4, **{name: value})
+
+
+def test_knobs_next_to_custom_generate(model):
+    decoding = hf_ddtree.ddtree(candidate_generator=make_oracle(make_prompt()))
+    with pytest.raises(ValueError, match="`tree_budget` is given to `generate.*Give it to `hf_ddtree.ddtree`"):
+        model.generate(make_prompt(), max_new_tokens=4, custom_generate=decoding, tree_budget=4)
+
+
+def test_a_shape_that_the_strategy_excludes(model):
+    with pytest.raises(ValueError, match="`tree_shape` is 'spine_first', but `generation_strategy='dflash'`"):
+        model.generate(
+            make_prompt(),
+            max_new_tokens=4,
+            generation_strategy="dflash",
+            tree_shape="spine_first",
+            candidate_generator=make_oracle(make_prompt()),
+        )
+
+
+class Proposing(hf_ddtree.TreeCandidateGenerator):
+    """Proposes whatever it is given."""
+
+    def __init__(self, proposal, feature_layers=()):
+        super().__init__()
+        self.proposal = proposal
+        self.feature_layers = feature_layers
+
+    def propose(self, context, budget):
+        return self.proposal
+
+
+@pytest.mark.parametrize(
+    "proposal", [None, hf_ddtree.DraftTree.root_only(3), [[3, 4]]], ids=["nothing", "one tree", "lists"]
+)
+def test_a_proposal_of_the_wrong_type(model, proposal):
+    with pytest.raises(TypeError, match="must return a list of `hf_ddtree.DraftTree`, one a row"):
+        model.generate(
+            make_prompt(), max_new_tokens=4, generation_strategy="ddtree", candidate_generator=Proposing(proposal)
+        )
+
+
+def test_layers_that_the_target_does_not_have(model):
+    with pytest.raises(ValueError, match=r"reads the layers \(0, 99\) of the target"):
+        model.generate(
+            make_prompt(), max_new_tokens=4, generation_strategy="ddtree", candidate_generator=Proposing([], (0, 99))
+        )
+
+
+def test_a_class_as_candidate_generator(model):
+    with pytest.raises(TypeError, match="must be an instance.*the class `Proposing`"):
+        model.generate(make_prompt(), max_new_tokens=4, generation_strategy="ddtree", candidate_generator=Proposing)
+
+
+def test_a_budget_beyond_reason(model):
+    with pytest.raises(ValueError, match="`tree_budget` is 1000000, but a tree has at most 4096 nodes"):
+        model.generate(
+            make_prompt(),
+            max_new_tokens=4,
+            generation_strategy="ddtree",
+            tree_budget=10**6,
+            candidate_generator=make_oracle(make_prompt()),
+        )

@@ -158,11 +158,11 @@ def test_other_custom_generate_callables_are_left_alone(model, plain):
 
 @pytest.mark.core
 def test_dflash_is_a_chain(model, plain, monkeypatch):
-    """Of the shape that the generator is asked to build: trees are chains, whatever the other knobs say."""
+    """Of the shape that the generator is asked to build: trees are chains."""
     seen = []
     original = hf_ddtree.registration.ddtree
     monkeypatch.setattr(hf_ddtree.registration, "ddtree", lambda **kwargs: seen.append(kwargs) or original(**kwargs))
-    output = generate_by_tree(model, plain, generation_strategy="dflash", tree_shape="best_first")
+    output = generate_by_tree(model, plain, generation_strategy="dflash")
     assert output.sequences.tolist() == plain.tolist()
     assert seen[0]["tree_shape"] == "chain"
 

@@ -75,6 +75,10 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
     ) -> None:
         super().__init__()
         check_drafter_fits(drafter, target_model)
+        if state is not None and not isinstance(state, DFlashState):
+            raise TypeError(
+                f"`draft_state` must be a former output's `draft_state`, but is a `{type(state).__name__}`."
+            )
         self.drafter = drafter
         self.config = config or DDTreeConfig()
         self.feature_layers = tuple(drafter.config.target_layer_ids)

@@ -79,7 +79,7 @@ def evenly_spaced_layers(num_target_layers: int, num_layers: int) -> list[int]:
     if num_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_layers - 1)
-    return [round(1 + i * step) for i in range(num_layers)]
+    return [min(max(round(1 + i * step), 0), num_target_layers - 1) for i in range(num_layers)]
 
 
 class _LayerCache:

@@ -43,8 +43,11 @@ def load_drafter(
 
     Raises:
         ValueError: If the checkpoint has a format that is not supported, lacks weights, or does not fit the target.
+        TypeError: If `target_model` is no model.
         OSError: If there is no such folder or repository.
     """
+    if target_model is not None and not isinstance(target_model, PreTrainedModel):
+        raise TypeError(f"`target_model` must be the loaded target model, but is a `{type(target_model).__name__}`.")
     options = {"trust_remote_code": None, **from_pretrained_kwargs}
     options.pop("trust_remote_code")
     location = {key: options[key] for key in _HUB_KWARGS if key in options}
