@@ -51,7 +51,7 @@ def decode(
             outputs = model._prefill(prompt, generation_config, model_kwargs)
         stats.target_forwards += 1
         features, num_features = _without_padding(recorder.take(), model_kwargs.get("attention_mask"), len(prompt))
-        model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs))
+        model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False))
         cache = cache_of(model_kwargs)
         check_cache(cache)
         rows = CommittedRows(cache.get_seq_length(), model_kwargs, len(prompt), model.device)
@@ -63,13 +63,19 @@ def decode(
         windows = [getattr(layer, "sliding_window", None) for layer in cache.layers if isinstance(layer, DynamicLayer)]
         with recording_past(cache):
             while not all(group.sequences.finished for group in groups):
-                context = DraftContext(gather_rows(groups), rows.lengths, features, num_features)
+                token_ids = gather_rows(groups)
+                context = DraftContext(token_ids.clone(), tuple(rows.lengths), features, num_features)
                 with stats.stage("draft"):
                     trees = generator.propose(context, config.tree_budget)
-                _check_trees(trees, context.input_ids, vocab_size)
+                _check_trees(trees, token_ids, vocab_size)
                 trees = _with_padding_rows(_within_length(trees, groups), groups)
                 with stats.stage("verify"):
                     verification = verify(model, trees, rows, model_kwargs, recorder)
+                    if verification.has_nan and any(tree.num_drafted for tree in trees):
+                        # A drafted token that gives NaN spoils the other branches, which plain decoding never sees.
+                        commit(cache, verification.tree_pass, [[] for _ in trees], rows)
+                        trees = [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
+                        verification = verify(model, trees, rows, model_kwargs, recorder)
                 paths = [[0] for _ in trees]
                 try:
                     with stats.stage("accept"):
@@ -80,7 +86,8 @@ def decode(
                 groups[0].sequences.keep_round(verification.outputs, paths, windows)
                 features, num_features = _features_of(verification.features, paths)
                 stats.count(trees, paths)
-            generator.finish(DraftContext(gather_rows(groups), rows.lengths, features, num_features))
+            context = DraftContext(gather_rows(groups).clone(), tuple(rows.lengths), features, num_features)
+            generator.finish(context)
             if not rows.are_level and _is_returned(cache, generation_config):
                 stats.target_forwards += _pad_to_longest(model, groups, rows, model_kwargs)
     finally:
@@ -218,6 +225,15 @@ def _check_trees(trees: list[DraftTree], token_ids: Tensor, vocab_size: int) -> 
             "one a row; `DraftTree.root_only(token)` is a tree with nothing drafted."
         )
     for tree, root in zip(trees, token_ids[:, -1].tolist()):
+        parts = tree.token_ids, tree.parents
+        if not all(
+            isinstance(part, Tensor) and part.ndim == 1 and part.dtype == torch.int64 and part.device.type == "cpu"
+            for part in parts
+        ) or not 0 < len(parts[0]) == len(parts[1]):
+            raise ValueError(
+                "The candidate generator proposed a tree whose `token_ids` and `parents` are no vectors of int64 "
+                "on the CPU, of the same length. Build trees with `DraftTree.from_parents`, which checks."
+            )
         if tree.token_ids[0] != root:
             raise ValueError(
                 f"The candidate generator proposed a tree whose root is token {int(tree.token_ids[0])}, but must be "

@@ -193,7 +193,8 @@ def top_candidates(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
             never holds a token that is not among the `budget` best of its depth.
 
     Returns:
-        `log_probs (..., depth, k)` float32, descending along `k`, normalised over the whole vocabulary, and
+        `log_probs (..., depth, k)` float32, descending along `k`, normalised over the whole vocabulary, -inf where
+        the logits give no distribution, and
         `token_ids (..., depth, k)` int64, both on the CPU.
 
     Raises:
@@ -202,7 +203,7 @@ def top_candidates(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     require_positive_int("top_k", top_k)
     logits = logits.detach().float()
     top, token_ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    log_probs = (top - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
+    log_probs = (top - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0).nan_to_num(nan=float("-inf"))
     host = torch.stack((log_probs.view(torch.int32), token_ids.int())).cpu()
     return host[0].view(torch.float32), host[1].long()
 

@@ -101,9 +101,10 @@ class EmittedSequences:
         newest = self._buffer[:, self._length - 1]
         newest.copy_(torch.tensor(tokens, device="cpu"))
         stop = self._stopping_criteria(self.token_ids, None if self.scores is None else tuple(self.scores))
+        tokens = newest.tolist()  # a criterion may have written into them, which plain decoding goes on from
         self.unfinished = [unfinished and not stops for unfinished, stops in zip(self.unfinished, stop.tolist())]
         if self._streamer is not None:
-            self._streamer.put(newest.cpu())
+            self._streamer.put(newest.clone().cpu())
         return tokens
 
     def keep_prefill(self, outputs: ModelOutput) -> None:

@@ -8,7 +8,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from .attention import dispatch
 from .candidate_generators import TreeCandidateGenerator
@@ -112,9 +118,12 @@ def _check_no_strategy_is_meant(arguments: dict[str, Any]) -> None:
 
 
 def _check(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    defaults = GenerationConfig._get_default_generation_params()
+
     def set_by_call(name: str) -> Any:
         value = _setting(model, arguments, name)
-        return None if name not in arguments and value == getattr(model.generation_config, name, None) else value
+        inherited = getattr(model.generation_config, name, None), defaults.get(name)
+        return None if name not in arguments and value in inherited else value
 
     check_arguments(lambda name: _setting(model, arguments, name), set_by_call)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -38,8 +39,8 @@ OTHER_DRAFTERS_KNOBS = {
 }
 # Rotary embeddings whose frequencies depend on the highest position of a forward.
 CHANGING_ROPE_TYPES = ("dynamic", "longrope")
-# Settings of models whose attention counts the keys that a node must not see.
-COUNTED_KEYS = ("keep_window_size",)
+# Models whose attention goes by a key's index in the cache, where a node's siblings have a place as well.
+INDEXED_KEYS = ("doge", "git", "gpt_neo")
 CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 
 
@@ -139,10 +140,15 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} has layers of a kind that tree decoding does not know ({', '.join(unknown) or 'chunked'}; known "
             f"are {', '.join(LAYER_TYPES)}). Generate without `generation_strategy`."
         )
-    if any(getattr(config, setting, None) is not None for setting in COUNTED_KEYS):
+    if {model.config.model_type, config.model_type}.intersection(INDEXED_KEYS):
         raise ValueError(
-            f"{name} chooses among keys by counting them, the other branches' included, so a tree would change what "
-            "it attends to. Generate without `generation_strategy`."
+            f"{name} chooses among keys by their index, the other branches' included, so a tree would change what it "
+            "attends to. Generate without `generation_strategy`."
+        )
+    if getattr(config, "sliding_window", None) == 1:
+        raise ValueError(
+            f"{name} has `sliding_window=1`, for which Transformers keeps all keys. Tree decoding works from a window "
+            "of 2 on. Generate without `generation_strategy`."
         )
     has_own_cache = not model._supports_default_dynamic_cache()
     if has_own_cache or (getattr(model, "_is_stateful", False) and not _has_known_state(model)):
@@ -191,11 +197,11 @@ def _first_changing_position(model: PreTrainedModel) -> int | None:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
     limits = [
-        entry.get("original_max_position_embeddings") or config.max_position_embeddings
+        min(config.max_position_embeddings, entry.get("original_max_position_embeddings") or math.inf)
         for entry in nested or [parameters]
         if entry.get("rope_type") in CHANGING_ROPE_TYPES
     ]
-    return min(limits, default=None)
+    return min(map(int, limits), default=None)
 
 
 def check_cache(cache: Cache | None) -> None:
@@ -247,5 +253,5 @@ def _has_known_state(model: PreTrainedModel) -> bool:
     return (
         len(mixers) == layer_types.count("linear_attention")
         and getattr(config, "number_of_conv_states", 1) == 1
-        and all(hasattr(sys.modules[type(mixer).__module__], name) for mixer in mixers for name in OPERATORS)
+        and all(hasattr(sys.modules.get(type(mixer).__module__), name) for mixer in mixers for name in OPERATORS)
     )

@@ -41,6 +41,11 @@ class Verification:
     features: Tensor | None
     tree_pass: TreePass
 
+    @property
+    def has_nan(self) -> bool:
+        """Whether some node's logits are NaN. One of them tells: NaN in a hidden state spreads to all logits."""
+        return bool(self.outputs.logits[..., 0].isnan().any())
+
 
 def verify(
     model: PreTrainedModel,
@@ -62,16 +67,22 @@ def verify(
 
     Raises:
         RuntimeError: If a layer with a state did not go through the tree operators.
+        ValueError: If the model does not take positions.
     """
     cache: DynamicCache = model_kwargs[CACHE_KEY]
     batch = TreeBatch.from_trees(trees, rows.device)
     tree_pass = TreePass(batch)
-    inputs = {name: value for name, value in model_kwargs.items() if name not in ("position_ids", "attention_mask")}
+    inputs = {name: value for name, value in model_kwargs.items() if name != "attention_mask"}
+    inputs["position_ids"] = rows.root_positions() + batch.depths
     for name in TOKEN_TYPES:
         if inputs.get(name) is not None:
             inputs[name] = inputs[name][:, -1:].expand(-1, batch.num_nodes)
     model_inputs = model.prepare_inputs_for_generation(batch.token_ids, **inputs)
-    model_inputs["position_ids"] = rows.root_positions() + batch.depths
+    if model_inputs.get("position_ids") is None:
+        raise ValueError(
+            f"{type(model).__name__} makes its positions from the order of the tokens, not from `position_ids`, so "
+            "the branches of a tree cannot share a forward. Generate without `generation_strategy`."
+        )
     model_inputs["attention_mask"] = _attention_mask(model, batch, cache, rows)
     if "logits_to_keep" in model_inputs:
         model_inputs["logits_to_keep"] = 0
@@ -109,6 +120,8 @@ def commit(cache: DynamicCache, tree_pass: TreePass, paths: Sequence[Sequence[in
 
 def _advance_states(layers: list[LinearAttentionLayer], tree_pass: TreePass, committed: _CommittedPaths) -> None:
     """Commits the recurrent states, layers that are alike together."""
+    if committed.is_empty:
+        return
     alike: dict[Any, list[int]] = {}
     for index, factors in enumerate(tree_pass.delta_factors):
         alike.setdefault((factors.keys.device, factors.keys.shape, factors.updates.shape), []).append(index)
@@ -128,7 +141,7 @@ class _CommittedPaths:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]], num_nodes: int, before: Tensor, num_cached: int) -> None:
-        longest = max(map(len, paths))
+        longest = max(1, *map(len, paths))
         # A path that is shorter than the longest repeats its last node; an empty one stands for the root.
         padded = [[*path, *[path[-1] if path else 0] * (longest - len(path))] for path in paths]
         self._path = torch.tensor(padded, device="cpu")
@@ -137,11 +150,12 @@ class _CommittedPaths:
         self._before = before
         self._num_cached = num_cached
         self._indices: dict[tuple[Any, ...], Tensor] = {}
+        self.is_empty = not any(paths)
         self.is_whole_tree = all(len(path) == num_nodes for path in paths)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The padded paths `(batch, longest)`, and their lengths `(batch,)` unless all are equally long."""
-        uneven = len(self._lengths) > 1 and bool((self._lengths != self._lengths[0]).any())
+        uneven = bool((self._lengths != self._path.shape[1]).any())
         return self._path.to(device), self._lengths.to(device) if uneven else None
 
     def last_entries(self, entries: Tensor, count: int, dim: int) -> Tensor:
@@ -226,8 +240,8 @@ def _require_tree_operators(model: PreTrainedModel, cache: DynamicCache, tree_pa
         raise RuntimeError(
             f"{type(model).__name__} has {expected} layers with a recurrent state, but {found[0]} recurrences and "
             f"{found[1]} convolutions of them went through the tree operators. Another kernel has taken their place, "
-            "and it would give wrong tokens. Load the model without it (`use_kernels=False`), or generate without "
-            "`generation_strategy`."
+            "and it would give wrong tokens. Load the model without it (`use_kernels=False`), do not call "
+            "`hf_ddtree.unregister()` meanwhile, or generate without `generation_strategy`."
         )
 
 

@@ -112,7 +112,8 @@ _originals: dict[tuple[ModuleType, str], Callable[..., Any]] = {}
 
 def install(model: nn.Module) -> None:
     """Wraps the functions that the model's layers call; what is wrapped already stays as it is."""
-    modeling_modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    names = {type(module).__module__ for module in model.modules()}
+    modeling_modules = [sys.modules[name] for name in names if name in sys.modules]
     with _lock:
         for modeling_module in modeling_modules:
             for name, operator in OPERATORS.items():

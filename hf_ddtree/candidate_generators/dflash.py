@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class DFlashState:
         input_ids: `(batch, length)`, the tokens that were drafted for.
         root_positions: For each row, how many tokens of it the target's cache held at last.
         features, num_features: What the target gave for its last tokens, which no draft has used yet.
+        drafter: What the drafter is like; another one starts anew.
     """
 
     cache: DFlashContextCache = field(default_factory=DFlashContextCache)
@@ -33,15 +35,17 @@ class DFlashState:
     root_positions: list[int] = field(default_factory=list)
     features: Tensor | None = None
     num_features: list[int] = field(default_factory=list)
+    drafter: tuple[Any, ...] = ()
 
-    def continues(self, cached_ids: Tensor, num_cached: int) -> bool:
-        """Whether this is the state of what the target's cache holds, as far as can be told.
+    def continues(self, drafter: tuple[Any, ...], cached_ids: Tensor, num_cached: int) -> bool:
+        """Whether this is the drafter's state of what the target's cache holds, as far as can be told.
 
         Args:
+            drafter: What the drafter is like.
             cached_ids: `(batch, num_cached)`, the tokens; `(batch, 0)` if they are not known.
             num_cached: Their number.
         """
-        if self.input_ids is None or self.root_positions != [num_cached] * len(cached_ids):
+        if self.drafter != drafter or self.input_ids is None or self.root_positions != [num_cached] * len(cached_ids):
             return False
         # Both end at the same token, but either may lack the first ones. The root, which is last, is never cached.
         known = self.input_ids[:, :-1]
@@ -91,8 +95,13 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
 
     def start(self, cached_ids: Tensor, num_cached: int) -> None:
         super().start(cached_ids, num_cached)
-        if num_cached == 0 or not self.state.continues(cached_ids, num_cached):
-            self.state = DFlashState()
+        config = self.drafter.config
+        drafter = (
+            *(config.name_or_path, self.drafter.device, self.drafter.dtype, self.feature_layers),
+            *(config.hidden_size, config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
+        )
+        if num_cached == 0 or not self.state.continues(drafter, cached_ids, num_cached):
+            self.state = DFlashState(drafter=drafter)
 
     def finish(self, context: DraftContext) -> None:
         self._remember(context)

@@ -107,6 +107,8 @@ class _LayerCache:
         if self._buffer is None or self.length + num_new > self._buffer.shape[3]:
             self._make_room(new, keep)
         assert self._buffer is not None
+        if self._buffer.is_inference() and not torch.is_inference_mode_enabled():
+            self._buffer = self._buffer.clone()
         end = self.length + num_new
         self._buffer[:, :, :, self.length : end] = new
         self.length += num_context
