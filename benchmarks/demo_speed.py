@@ -28,10 +28,10 @@ from hf_ddtree.demo import demo_prompts
 
 
 class ForwardTimer:
-    """Time spent inside a module's forwards."""
+    """Seconds of each of a module's forwards."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.seconds = 0.0
+        self.seconds: list[float] = []
         module.register_forward_pre_hook(self._start)
         module.register_forward_hook(self._stop)
 
@@ -39,7 +39,7 @@ class ForwardTimer:
         self._started = time.perf_counter()
 
     def _stop(self, *_: Any) -> None:
-        self.seconds += time.perf_counter() - self._started
+        self.seconds.append(time.perf_counter() - self._started)
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -83,18 +83,20 @@ def main(
     target_timer, drafter_timer = ForwardTimer(model), ForwardTimer(drafter)
 
     def run(name: str, prompt: Any) -> dict[str, Any]:
-        target_timer.seconds = drafter_timer.seconds = 0.0
+        target_timer.seconds.clear()
+        drafter_timer.seconds.clear()
         start = time.perf_counter()
         out = model.generate(
             **prompt, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True, **methods[name]
         )
         seconds = time.perf_counter() - start
         tokens = int((out.sequences[:, prompt["input_ids"].shape[1] :] != tokenizer.pad_token_id).sum())
-        row = {"tokens": tokens, "seconds": seconds, "target_seconds": target_timer.seconds}
+        row: dict[str, Any] = {"tokens": tokens, "seconds": seconds, "prefill_seconds": target_timer.seconds[0]}
         if name != "plain":
             stats = out.ddtree_stats
             row |= {
-                "drafter_seconds": drafter_timer.seconds,
+                "target_seconds": sum(target_timer.seconds[1:]),
+                "drafter_seconds": sum(drafter_timer.seconds),
                 "rounds": stats.target_forwards - 1,
                 "accepted_lengths": stats.accepted_lengths,
                 "stage_seconds": stats.stage_seconds,
@@ -141,20 +143,20 @@ def summarise(rows: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[s
     if "rounds" in rows[0]:
         rounds = sum(row["rounds"] for row in rows)
         stages = {name: sum(row["stage_seconds"][name] for row in rows) for name in rows[0]["stage_seconds"]}
-        forwards = sum(row["target_seconds"] + row["drafter_seconds"] for row in rows)
+        target, drafter = (sum(row[f"{name}_seconds"] for row in rows) for name in ("target", "drafter"))
         summary |= {
             "tokens_per_forward": statistics.mean(length for row in rows for length in row["accepted_lengths"]),
             "round_ms": {name: round(seconds / rounds * 1e3, 3) for name, seconds in stages.items()},
-            "target_forward_ms": round(sum(row["target_seconds"] for row in rows) / rounds * 1e3, 3),
-            "drafter_forward_ms": round(sum(row["drafter_seconds"] for row in rows) / rounds * 1e3, 3),
-            "outside_forwards": round(1 - forwards / sum(row["seconds"] for row in rows), 4),
+            "target_forward_ms": round(target / rounds * 1e3, 3),
+            "drafter_forward_ms": round(drafter / rounds * 1e3, 3),
+            "outside_forwards": round(1 - (target + drafter) / sum(stages.values()), 4),
         }
     return summary
 
 
 def show(summary: dict[str, Any]) -> None:
     columns = "method", "identical", "tokens/s", "quartiles", "speedup", "tokens/forward", "round ms", "outside"
-    table = Table(*columns, caption="outside: share of the time that is spent outside of the two models' forwards")
+    table = Table(*columns, caption="outside: share of a round that is spent outside of the two models' forwards")
     for name, entry in summary.items():
         low, median, high = entry["tokens_per_second"]
         cells = [name, str(entry["identical"]), f"{median:.1f}", f"{low:.1f}-{high:.1f}", f"{entry['speedup'][1]:.2f}"]

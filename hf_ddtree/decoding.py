@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -234,19 +235,18 @@ def _check_trees(trees: list[DraftTree], token_ids: Tensor, vocab_size: int) -> 
                 "The candidate generator proposed a tree whose `token_ids` and `parents` are no vectors of int64 "
                 "on the CPU, of the same length. Build trees with `DraftTree.from_parents`, which checks."
             )
-        if tree.token_ids[0] != root:
+        tokens, parents = (part.numpy() for part in parts)
+        if tokens[0] != root:
             raise ValueError(
-                f"The candidate generator proposed a tree whose root is token {int(tree.token_ids[0])}, but must be "
-                f"the last token of `context.input_ids`, {root}."
+                f"The candidate generator proposed a tree whose root is token {tokens[0]}, but must be the last token "
+                f"of `context.input_ids`, {root}."
             )
-        if tree.token_ids.min() < 0 or tree.token_ids.max() >= vocab_size:
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise ValueError(
-                f"The candidate generator proposed a tree with tokens from {int(tree.token_ids.min())} to "
-                f"{int(tree.token_ids.max())}, but the target knows 0 to {vocab_size - 1}."
+                f"The candidate generator proposed a tree with tokens from {tokens.min()} to {tokens.max()}, but the "
+                f"target knows 0 to {vocab_size - 1}."
             )
-        parents = tree.parents
-        nodes = torch.arange(1, len(parents), device="cpu")
-        if parents[0] != -1 or not (parents[1:] < nodes).all() or (parents[1:] < 0).any():
+        if parents[0] != -1 or (parents[1:] >= np.arange(1, len(parents))).any() or (parents[1:] < 0).any():
             raise ValueError(
                 "The candidate generator proposed a tree whose parents are not in order: `parents[0]` must be -1 and "
                 "every other node must come after its parent. Build trees with `DraftTree.from_parents`, which checks."

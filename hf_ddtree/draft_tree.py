@@ -204,6 +204,8 @@ def top_candidates(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     logits = logits.detach().float()
     top, token_ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
     log_probs = (top - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0).nan_to_num(nan=float("-inf"))
+    if log_probs.device.type == "cpu":
+        return log_probs, token_ids
     host = torch.stack((log_probs.view(torch.int32), token_ids.int())).cpu()
     return host[0].view(torch.float32), host[1].long()
 
@@ -215,6 +217,7 @@ def build_tree(
     budget: int,
     shape: TreeShape = "best_first",
     draft_length: int | None = None,
+    check: bool = True,
 ) -> DraftTree:
     """Builds the token tree of one round from one distribution a depth (DDTree, arXiv:2604.12989, algorithm 1).
 
@@ -237,6 +240,7 @@ def build_tree(
         budget: Most nodes to draft, the root excluded.
         shape: `"best_first"`, `"spine_first"` or `"chain"`.
         draft_length: Depth of the deepest node, at most (and by default) `depth`.
+        check: Whether to check the candidates. What `top_candidates` returns needs no check.
 
     Raises:
         ValueError: If an argument is not as described.
@@ -245,7 +249,10 @@ def build_tree(
     require_tree_shape("shape", shape)
     if draft_length is not None:
         require_positive_int("draft_length", draft_length, or_none=True)
-    costs, tokens = _checked_candidates(log_probs, token_ids)
+    if check:
+        _check_candidates(log_probs, token_ids)
+    costs = -log_probs.detach().to("cpu", torch.float32).numpy()
+    tokens = token_ids.detach().to("cpu", torch.int64).numpy()
     depth, width = costs.shape
     depth = min(depth, budget, draft_length or depth)
     width = 1 if shape == "chain" else min(width, budget)
@@ -312,8 +319,8 @@ def _rank_pairs(budget: int, width: int) -> tuple[np.ndarray, np.ndarray, list[i
     return parent_ranks, np.arange(ends[-1]) - ends[parent_ranks], ends.tolist()
 
 
-def _checked_candidates(log_probs: Tensor, token_ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Costs, which are negated log-probabilities, and tokens, both `(depth, k)`."""
+def _check_candidates(log_probs: Tensor, token_ids: Tensor) -> None:
+    """Raises `ValueError` unless both are `(depth, k)`, sorted and distinct."""
     if log_probs.ndim != 2 or 0 in log_probs.shape:
         raise ValueError(
             f"`log_probs` has shape {tuple(log_probs.shape)}, but must have shape (depth, k), neither of them 0."
@@ -338,7 +345,6 @@ def _checked_candidates(log_probs: Tensor, token_ids: Tensor) -> tuple[np.ndarra
     in_order = np.sort(tokens, axis=1)
     if (in_order[:, 1:] == in_order[:, :-1]).any():
         raise ValueError("`token_ids` holds a token twice at one depth. Keep the more probable of the two.")
-    return -candidates, tokens
 
 
 def _integer_vector(name: str, values: Tensor | list[int]) -> np.ndarray:

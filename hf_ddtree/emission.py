@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 from transformers.utils import ModelOutput
 
 from .acceptance import Choices
@@ -45,6 +45,7 @@ class EmittedSequences:
         self._length = input_ids.shape[1]
         self._stopping_criteria = stopping_criteria
         self._max_length = stopping_criteria.max_length
+        self._end_tokens = _end_tokens(stopping_criteria)
         self._streamer = streamer
         # As in plain decoding, rows are padded only where an end-of-sequence token can end one before the others.
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -100,9 +101,15 @@ class EmittedSequences:
         self._length += 1
         newest = self._buffer[:, self._length - 1]
         newest.copy_(torch.tensor(tokens, device="cpu"))
-        stop = self._stopping_criteria(self.token_ids, None if self.scores is None else tuple(self.scores))
-        tokens = newest.tolist()  # a criterion may have written into them, which plain decoding goes on from
-        self.unfinished = [unfinished and not stops for unfinished, stops in zip(self.unfinished, stop.tolist())]
+        if self._end_tokens is not None and self._max_length is not None:
+            at_end = self._length >= self._max_length
+            stop = [at_end or token in self._end_tokens for token in tokens]
+        else:
+            stop = self._stopping_criteria(
+                self.token_ids, None if self.scores is None else tuple(self.scores)
+            ).tolist()
+            tokens = newest.tolist()  # a criterion may have written into them, which plain decoding goes on from
+        self.unfinished = [unfinished and not stops for unfinished, stops in zip(self.unfinished, stop)]
         if self._streamer is not None:
             self._streamer.put(newest.clone().cpu())
         return tokens
@@ -142,6 +149,24 @@ class EmittedSequences:
         """Tells the streamer that nothing follows."""
         if self._streamer is not None:
             self._streamer.end()
+
+
+def _end_tokens(stopping_criteria: StoppingCriteriaList) -> frozenset[int] | None:
+    """The end-of-sequence tokens if they and one length are all that ends sequences; None if criteria must be asked.
+
+    A length beyond what the model was made for is left to its criterion, which says so once.
+    """
+    if sum(type(criterion) is MaxLengthCriteria for criterion in stopping_criteria) > 1:
+        return None
+    end_tokens: set[int] = set()
+    for criterion in stopping_criteria:
+        if type(criterion) is EosTokenCriteria:
+            end_tokens.update(criterion.eos_token_id.flatten().tolist())
+        elif type(criterion) is not MaxLengthCriteria or criterion.max_length > (
+            criterion.max_position_embeddings or criterion.max_length
+        ):
+            return None
+    return frozenset(end_tokens)
 
 
 def _weights_of(weights: Tensor, paths: Sequence[list[int]], window: int | None) -> Tensor:

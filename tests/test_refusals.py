@@ -428,7 +428,7 @@ def test_attention_that_counts_keys():
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
     model = DogeForCausalLM(config).eval()
-    with pytest.raises(ValueError, match="by counting them"):
+    with pytest.raises(ValueError, match="by their index"):
         model.generate(
             make_prompt(),
             max_new_tokens=4,

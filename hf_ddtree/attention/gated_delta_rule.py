@@ -115,8 +115,8 @@ def advance_states(
         weight = weight * (torch.arange(path.shape[1], device=path.device) < lengths[:, None])[:, None]
         leaf_decay = leaf_decay.masked_fill((lengths == 0)[:, None, None], 0.0)
     written = (keys * weight[..., None]).transpose(-1, -2) @ updates
-    for state, kept, added in zip(states, leaf_decay.exp()[..., None], written):
-        state.mul_(kept).add_(added)
+    torch._foreach_mul_(list(states), list(leaf_decay.exp()[..., None]))
+    torch._foreach_add_(list(states), list(written))
 
 
 def _along_path(values: Tensor, path: Tensor) -> Tensor:
