@@ -96,7 +96,8 @@ def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             decoding = decoding.with_streamer(arguments.get("streamer"))
         else:
-            _check_no_strategy_is_meant(arguments)
+            if decoding is None:
+                _check_no_strategy_is_meant(arguments)
             kwargs.pop("generation_strategy", None)
             return original(self, *args, **kwargs)
         _use_tokenizer(self, arguments)
