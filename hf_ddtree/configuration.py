@@ -85,3 +85,8 @@ def require_tree_shape(name: str, value: object) -> None:
     if value not in TREE_SHAPES:
         allowed = ", ".join(map(repr, TREE_SHAPES))
         raise ValueError(f"`{name}` must be one of {allowed}, but is {value!r}.")
+
+
+def describe_type(value: object) -> str:
+    """What a value of a wrong type is, for an error message."""
+    return f"the class `{value.__name__}`" if isinstance(value, type) else f"a `{type(value).__name__}`"

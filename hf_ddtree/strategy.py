@@ -10,11 +10,10 @@ from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
 from .acceptance import PER_TOKEN_PROCESSORS, Chooser
-from .candidate_generators import DFlashTreeCandidateGenerator, TreeCandidateGenerator
+from .candidate_generators import TreeCandidateGenerator, drafter_kind, make_candidate_generator
 from .compat import CACHE_KEY, cache_of
-from .configuration import DDTreeConfig
+from .configuration import DDTreeConfig, describe_type
 from .decoding import decode
-from .drafters import DFlashDraftModel
 from .emission import EmittedSequences, RowGroup, gather_rows
 from .output import DDTreeOutput
 from .support import check_arguments, check_cache, check_call, check_positions, check_target
@@ -148,10 +147,10 @@ def ddtree(
     if candidate_generator is not None and not isinstance(candidate_generator, TreeCandidateGenerator):
         raise TypeError(
             "`candidate_generator` must be an instance of `hf_ddtree.TreeCandidateGenerator`, but is "
-            f"{_kind_of(candidate_generator)}."
+            f"{describe_type(candidate_generator)}."
         )
     if assistant_model is not None:
-        _require_drafter(assistant_model)
+        drafter_kind(assistant_model)
     return DDTreeDecoding(config, assistant_model, candidate_generator, draft_state, streamer)
 
 
@@ -167,30 +166,6 @@ def check_settings(model: PreTrainedModel, generation_config: GenerationConfig) 
         return None if setting(name) in inherited else setting(name)
 
     check_arguments(setting, set_by_call)
-
-
-def make_candidate_generator(
-    assistant_model: Any, model: PreTrainedModel, config: DDTreeConfig, draft_state: Any = None
-) -> TreeCandidateGenerator:
-    """The generator for a drafter, chosen by what the drafter is.
-
-    Raises:
-        ValueError: If the drafter is of a kind that the package does not know, or does not fit the model.
-    """
-    _require_drafter(assistant_model)
-    return DFlashTreeCandidateGenerator(assistant_model, model, config, draft_state)
-
-
-def _require_drafter(assistant_model: Any) -> None:
-    if not isinstance(assistant_model, DFlashDraftModel):
-        raise ValueError(
-            f"`assistant_model` is {_kind_of(assistant_model)}, but must be a drafter that `hf_ddtree.load_drafter` "
-            "loads. For another way to draft, pass a `TreeCandidateGenerator` as `candidate_generator`."
-        )
-
-
-def _kind_of(value: Any) -> str:
-    return f"the class `{value.__name__}`" if isinstance(value, type) else f"a `{type(value).__name__}`"
 
 
 def make_groups(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,7 +28,7 @@ _SUPPORTED = "Supported are DFlash checkpoints as z-lab publishes them and draft
 
 def load_drafter(
     path_or_repo_id: str | os.PathLike[str], target_model: PreTrainedModel | None = None, **from_pretrained_kwargs: Any
-) -> DFlashDraftModel:
+) -> PreTrainedModel:
     """Loads a drafter from a local folder or the Hugging Face Hub, and checks that it fits its target.
 
     No code from the checkpoint is run: `trust_remote_code` is neither needed nor passed on.
@@ -52,8 +53,37 @@ def load_drafter(
     options.pop("trust_remote_code")
     location = {key: options[key] for key in _HUB_KWARGS if key in options}
     raw_config, _ = PreTrainedConfig.get_config_dict(path_or_repo_id, **location)
-    config = read_drafter_config(raw_config, path_or_repo_id)
+    for checkpoint_format in FORMATS:
+        if checkpoint_format.matches(raw_config):
+            return checkpoint_format.load(path_or_repo_id, raw_config, target_model, options).eval()
+    architectures, model_type = raw_config.get("architectures") or [], raw_config.get("model_type")
+    raise ValueError(
+        f"The checkpoint {str(path_or_repo_id)!r} is no drafter that can be loaded: it has `architectures` "
+        f"{architectures} and `model_type` {model_type!r}. {_SUPPORTED}"
+    )
 
+
+class CheckpointFormat(NamedTuple):
+    """A format that drafters come in.
+
+    Attributes:
+        matches: Whether the contents of a `config.json` are of this format.
+        load: Loads the drafter from its folder or repository, given the contents of `config.json`, the target (or
+            None), and keywords of `from_pretrained`.
+    """
+
+    matches: Callable[[dict[str, Any]], bool]
+    load: Callable[[str | os.PathLike[str], dict[str, Any], PreTrainedModel | None, dict[str, Any]], PreTrainedModel]
+
+
+def load_dflash(
+    path_or_repo_id: str | os.PathLike[str],
+    raw_config: dict[str, Any],
+    target_model: PreTrainedModel | None,
+    options: dict[str, Any],
+) -> DFlashDraftModel:
+    """Loads a DFlash drafter, as z-lab publishes it or as this package saves it."""
+    config = read_drafter_config(raw_config, path_or_repo_id)
     move_to = None
     if target_model is not None:
         _check_config_fits(config, target_model)
@@ -70,6 +100,30 @@ def load_drafter(
     return drafter if move_to is None else drafter.to(move_to)
 
 
+def refuse_speculators(
+    path_or_repo_id: str | os.PathLike[str],
+    raw_config: dict[str, Any],
+    target_model: PreTrainedModel | None,
+    options: dict[str, Any],
+) -> PreTrainedModel:
+    """Refuses a checkpoint in the speculators format."""
+    kind = f"the speculators format ({raw_config['speculators_model_type']!r})"
+    raise ValueError(f"The checkpoint {str(path_or_repo_id)!r} is in {kind}, which is not supported. {_SUPPORTED}")
+
+
+def _is_dflash(raw_config: dict[str, Any]) -> bool:
+    return raw_config.get("model_type") == DFlashConfig.model_type or bool(
+        {"DFlashDraftModel", "DFlash2DraftModel"}.intersection(raw_config.get("architectures") or [])
+    )
+
+
+# The first that matches is taken.
+FORMATS = [
+    CheckpointFormat(lambda raw_config: "speculators_model_type" in raw_config, refuse_speculators),
+    CheckpointFormat(_is_dflash, load_dflash),
+]
+
+
 def read_drafter_config(raw_config: dict[str, Any], path_or_repo_id: str | os.PathLike[str]) -> DFlashConfig:
     """Turns the contents of a drafter's `config.json` into a `DFlashConfig`, whichever supported format it has.
 
@@ -79,9 +133,6 @@ def read_drafter_config(raw_config: dict[str, Any], path_or_repo_id: str | os.Pa
     name = str(path_or_repo_id)
     nested = raw_config.get("dflash_config") or {}
     architectures = raw_config.get("architectures") or []
-    if "speculators_model_type" in raw_config:
-        kind = f"the speculators format ({raw_config['speculators_model_type']!r})"
-        raise ValueError(f"The checkpoint {name!r} is in {kind}, which is not supported. {_SUPPORTED}")
     if "DFlash2DraftModel" in architectures or "selector_rank" in {*nested, *raw_config}:
         raise ValueError(
             f"The checkpoint {name!r} is a DFlash 2 drafter ('DFlash2DraftModel'), which is not supported. "
@@ -89,10 +140,6 @@ def read_drafter_config(raw_config: dict[str, Any], path_or_repo_id: str | os.Pa
         )
     if raw_config.get("model_type") == DFlashConfig.model_type:
         return DFlashConfig.from_dict(raw_config)
-    if "DFlashDraftModel" not in architectures:
-        found = f"`architectures` {architectures} and `model_type` {raw_config.get('model_type')!r}"
-        raise ValueError(f"The checkpoint {name!r} is no drafter that can be loaded: it has {found}. {_SUPPORTED}")
-
     settings = {key: raw_config[key] for key in _DFLASH_SETTINGS if raw_config.get(key) is not None}
     settings |= {key: nested[key] for key in _DFLASH_SETTINGS if nested.get(key) is not None}
     dropped = {"architectures", "auto_map", "dflash_config", "model_type", "transformers_version", *_DFLASH_SETTINGS}

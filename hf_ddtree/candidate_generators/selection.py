@@ -1,0 +1,57 @@
+"""Which candidate generator drafts with what a call gives as `assistant_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from ..configuration import DDTreeConfig, describe_type
+from ..drafters import DFlashDraftModel
+from .base import TreeCandidateGenerator
+from .dflash import DFlashTreeCandidateGenerator
+
+
+class DrafterKind(NamedTuple):
+    """A kind of drafter.
+
+    Attributes:
+        matches: Whether an `assistant_model` is of this kind.
+        make: Makes the generator from the drafter, the target, the knobs and a former call's `draft_state`.
+    """
+
+    matches: Callable[[Any], bool]
+    make: Callable[[Any, PreTrainedModel, DDTreeConfig, Any], TreeCandidateGenerator]
+
+
+# The first that matches is taken.
+DRAFTER_KINDS = [
+    DrafterKind(lambda drafter: isinstance(drafter, DFlashDraftModel), DFlashTreeCandidateGenerator),
+]
+
+
+def make_candidate_generator(
+    assistant_model: Any, model: PreTrainedModel, config: DDTreeConfig, draft_state: Any = None
+) -> TreeCandidateGenerator:
+    """The generator for a drafter, chosen by what the drafter is.
+
+    Raises:
+        ValueError: If the drafter is of a kind that the package does not know, or does not fit the model.
+    """
+    return drafter_kind(assistant_model).make(assistant_model, model, config, draft_state)
+
+
+def drafter_kind(assistant_model: Any) -> DrafterKind:
+    """What kind of drafter it is.
+
+    Raises:
+        ValueError: If it is of none.
+    """
+    for kind in DRAFTER_KINDS:
+        if kind.matches(assistant_model):
+            return kind
+    raise ValueError(
+        f"`assistant_model` is {describe_type(assistant_model)}, but must be a drafter that `hf_ddtree.load_drafter` "
+        "loads. For another way to draft, pass a `TreeCandidateGenerator` as `candidate_generator`."
+    )
