@@ -1,7 +1,8 @@
 """How long it takes to get from a drafter's logits to a token tree and its ancestor mask, on the CPU.
 
 Run it with `OMP_NUM_THREADS=1 python benchmarks/tree_building.py`. The logits are random; the larger their scale, the
-sharper the distributions and the deeper the trees.
+sharper the distributions and the deeper the trees. The second table is of trees whose distributions depend on a state:
+two states, as of calibrated trees, or one for each candidate, as of conditional ones.
 """
 
 from __future__ import annotations
@@ -38,6 +39,24 @@ def ancestor_mask_of(tree: DraftTree) -> torch.Tensor:
     return tree.ancestor_mask
 
 
+def time_states(generator: torch.Generator) -> Table:
+    """Trees whose distributions depend on a state."""
+    table = Table(title="With states, milliseconds, median (10th to 90th percentile)")
+    for column in ("budget", "depth", "states", "top-k", "scale", "deepest", "build"):
+        table.add_column(column, justify="right")
+    sizes = ((16, 12, 2, 16), (64, 12, 2, 64), (1024, 16, 2, 64), (16, 12, 16, 16), (64, 12, 16, 16), (64, 12, 32, 32))
+    for budget, depth, states, top_k in (*sizes, (1024, 16, 32, 32)):
+        for scale in (2.0, 6.0):
+            logits = scale * torch.randn(depth, states, VOCABULARY, generator=generator)
+            log_probs, token_ids = top_candidates(logits, top_k)
+            next_state = torch.randint(states, log_probs.shape, generator=generator)
+            arguments = (log_probs, token_ids, 0, budget, "best_first", None, False, next_state)
+            deepest = int(build_tree(*arguments).depths.max())
+            cells = (budget, depth, states, top_k, f"{scale:g}", deepest, milliseconds(build_tree, *arguments))
+            table.add_row(*map(str, cells))
+    return table
+
+
 def main() -> None:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
@@ -58,10 +77,11 @@ def main() -> None:
                     shape,
                     str(int(tree.depths.max())),
                     milliseconds(top_candidates, logits, top_k),
-                    milliseconds(build_tree, log_probs, token_ids, 0, budget, shape),
+                    milliseconds(build_tree, log_probs, token_ids, 0, budget, shape, None, False),
                     milliseconds(ancestor_mask_of, tree),
                 )
     Console().print(table)
+    Console().print(time_states(generator))
 
 
 if __name__ == "__main__":
