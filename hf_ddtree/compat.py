@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, cache_utils
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.distributed.utils import _get_torch_distributed_world_size
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -17,6 +17,8 @@ from transformers.utils import ModelOutput
 CACHE_KEY = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 # The index of the first decoder layer where `output_hidden_states` lists layers: newer versions count the embeddings.
 HIDDEN_STATES_OFFSET = 1 if CACHE_KEY == "cache" else 0
+# Cache layers of layers that keep nothing; older versions have an empty layer of another kind in their place.
+EMPTY_CACHE_LAYERS = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 def cache_of(model_kwargs: dict[str, Any]) -> Any:

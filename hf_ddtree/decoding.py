@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from .acceptance import Chooser, accept
 from .attention import dispatch
@@ -21,7 +20,7 @@ from .emission import RowGroup, gather_rows
 from .output import DDTreeStats
 from .rows import CommittedRows
 from .support import check_cache
-from .verification import FeatureRecorder, commit, recording_past, verify
+from .verification import FeatureRecorder, attention_windows, commit, recording_past, verify
 
 PADDING_AT_ONCE = 64
 
@@ -61,7 +60,7 @@ def decode(
         groups[0].sequences.keep_prefill(outputs)
         del outputs
 
-        windows = [getattr(layer, "sliding_window", None) for layer in cache.layers if isinstance(layer, DynamicLayer)]
+        windows = attention_windows(model, cache)
         with recording_past(cache):
             while not all(group.sequences.finished for group in groups):
                 token_ids = gather_rows(groups)

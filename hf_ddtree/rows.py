@@ -51,6 +51,13 @@ class CommittedRows:
         emitted = torch.tensor(self.lengths, device=self.device) - self.num_prompt
         return self._root_positions + emitted[:, None]
 
+    def root_indices(self) -> Tensor:
+        """`(batch, 1)` int64, how many tokens each row has in front of its root, padding at the left not counted."""
+        indices = torch.tensor(self.lengths, device=self.device)[:, None]
+        if self._prompt_mask is None:
+            return indices
+        return indices - (self._prompt_mask.cumsum(dim=-1) == 0).sum(dim=-1, keepdim=True)
+
     def mask(self) -> Tensor | None:
         """`(batch, num_cached)` bool, which entries of a layer without a window hold a token; None if all do."""
         num_cached = self.num_cached

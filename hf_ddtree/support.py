@@ -9,15 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.generation import logits_process
 
 from .attention.dispatch import OPERATORS
-from .compat import is_sharded_over_processes
+from .compat import EMPTY_CACHE_LAYERS, is_sharded_over_processes
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+# For each kind of attention layer, what its configuration calls the number of keys that it reaches; None for all keys.
+WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+LAYER_TYPES = (*WINDOWS, "linear_attention")
 GENERATION_MODES = ("greedy_search", "sample")
 GUIDANCE_PROCESSORS = (
     logits_process.ClassifierFreeGuidanceLogitsProcessor,
@@ -41,7 +43,7 @@ OTHER_DRAFTERS_KNOBS = {
 CHANGING_ROPE_TYPES = ("dynamic", "longrope")
 # Models whose attention goes by a key's index in the cache, where a node's siblings have a place as well.
 INDEXED_KEYS = ("doge", "git", "gpt_neo")
-CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, *EMPTY_CACHE_LAYERS)
 
 
 def check_arguments(setting: Callable[[str], Any], set_by_call: Callable[[str], Any]) -> None:
@@ -134,21 +136,21 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} runs with attn_implementation={implementation!r}, which cannot mask a tree. Load it with "
             'attn_implementation="sdpa" or "eager".'
         )
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
-    if unknown or getattr(config, "attention_chunk_size", None) is not None:
+    kinds = set(layer_types(config))
+    if unknown := sorted(kinds - set(LAYER_TYPES)):
         raise ValueError(
-            f"{name} has layers of a kind that tree decoding does not know ({', '.join(unknown) or 'chunked'}; known "
-            f"are {', '.join(LAYER_TYPES)}). Generate without `generation_strategy`."
+            f"{name} has layers of a kind that tree decoding does not know ({', '.join(unknown)}; known are "
+            f"{', '.join(LAYER_TYPES)}). Generate without `generation_strategy`."
         )
     if {model.config.model_type, config.model_type}.intersection(INDEXED_KEYS):
         raise ValueError(
             f"{name} chooses among keys by their index, the other branches' included, so a tree would change what it "
             "attends to. Generate without `generation_strategy`."
         )
-    if getattr(config, "sliding_window", None) == 1:
+    if narrow := [WINDOWS[kind] for kind in kinds if window_of(config, kind) == 1]:
         raise ValueError(
-            f"{name} has `sliding_window=1`, for which Transformers keeps all keys. Tree decoding works from a window "
-            "of 2 on. Generate without `generation_strategy`."
+            f"{name} has `{narrow[0]}=1`, for which Transformers keeps all keys. Tree decoding works from a window of "
+            "2 on. Generate without `generation_strategy`."
         )
     has_own_cache = not model._supports_default_dynamic_cache()
     if has_own_cache or (getattr(model, "_is_stateful", False) and not _has_known_state(model)):
@@ -228,6 +230,21 @@ def check_cache(cache: Cache | None) -> None:
                 f"The cache has a layer of kind `{type(layer).__name__}`, whose state tree decoding does not know how "
                 "to branch and commit. Generate without `generation_strategy`."
             )
+
+
+def layer_types(config: PretrainedConfig) -> list[str]:
+    """The kind of each decoder layer: its entry in `layer_types`, or what Transformers infers where there are none."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds)
+    inferred = (kind for kind in ("sliding_attention", "chunked_attention") if window_of(config, kind) is not None)
+    return [next(inferred, "full_attention")] * config.num_hidden_layers
+
+
+def window_of(config: PretrainedConfig, kind: str) -> int | None:
+    """How many keys an attention layer of a kind reaches, the query's own included; None if all."""
+    name = WINDOWS.get(kind)
+    return None if name is None else getattr(config, name, None)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

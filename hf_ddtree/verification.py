@@ -17,12 +17,12 @@ from transformers.utils import ModelOutput
 from .attention import dispatch
 from .attention.dispatch import TreePass
 from .attention.gated_delta_rule import advance_states
-from .attention.mask import to_additive, tree_attention_mask
+from .attention.mask import chunk_windows, to_additive, tree_attention_mask
 from .attention.tree_batch import TreeBatch
 from .compat import CACHE_KEY
 from .draft_tree import DraftTree
 from .rows import CommittedRows
-from .support import decoder_layers
+from .support import WINDOWS, decoder_layers, layer_types, window_of
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -71,7 +71,7 @@ def verify(
     """
     cache: DynamicCache = model_kwargs[CACHE_KEY]
     batch = TreeBatch.from_trees(trees, rows.device)
-    tree_pass = TreePass(batch)
+    tree_pass = TreePass(batch, rows.lengths)
     inputs = {name: value for name, value in model_kwargs.items() if name != "attention_mask"}
     inputs["position_ids"] = rows.root_positions() + batch.depths
     for name in TOKEN_TYPES:
@@ -210,27 +210,36 @@ def _gather(entries: Tensor, index: Tensor, dim: int) -> Tensor:
 
 def _attention_mask(
     model: PreTrainedModel, batch: TreeBatch, cache: DynamicCache, rows: CommittedRows
-) -> Tensor | dict[str, Tensor | None]:
+) -> Tensor | dict[str, Tensor | None] | None:
     """The mask in the form that the model's forward takes, as Transformers' `create_masks_for_generate` makes it."""
     config = model.config.get_text_config()
     cached_mask = rows.mask()
 
-    def mask(sliding_window: int | None) -> Tensor:
-        if sliding_window is None:
+    def mask(kind: str) -> Tensor | None:
+        if kind not in WINDOWS:
+            return None
+        window = window_of(config, kind)
+        if window is None:
             visible = tree_attention_mask(batch, rows.num_cached, cached_mask)
-        elif not any(cache.is_sliding):
-            # A cache that was made without the model's config keeps all keys of every layer.
-            visible = tree_attention_mask(batch, rows.num_cached, cached_mask, sliding_window, rows.before_root())
         else:
-            kept = min(rows.num_cached, sliding_window - 1)
-            visible = tree_attention_mask(batch, kept, rows.window_mask(cached_mask, kept), sliding_window)
+            reach = chunk_windows(batch, rows.root_indices(), window) if kind == "chunked_attention" else window
+            if any(cache.is_sliding):
+                kept = min(rows.num_cached, window - 1)
+                visible = tree_attention_mask(batch, kept, rows.window_mask(cached_mask, kept), reach)
+            else:
+                # A cache that was made without the model's config keeps all keys of every layer.
+                visible = tree_attention_mask(batch, rows.num_cached, cached_mask, reach, rows.before_root())
         return to_additive(visible, model.dtype) if config._attn_implementation == "eager" else visible
 
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return mask(getattr(config, "sliding_window", None))
-    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
-    return {kind: mask(windows[kind]) if kind in windows else None for kind in set(layer_types)}
+    masks = {kind: mask(kind) for kind in set(layer_types(config))}
+    return masks if getattr(config, "layer_types", None) is not None else masks.popitem()[1]
+
+
+def attention_windows(model: PreTrainedModel, cache: DynamicCache) -> list[int | None]:
+    """For each attention layer how many of the last keys its cache keeps, the newest included; None if all."""
+    config = model.config.get_text_config()
+    kinds = [kind for kind in layer_types(config) if kind in WINDOWS]
+    return [window_of(config, kind) if any(cache.is_sliding) else None for kind in kinds]
 
 
 def _require_tree_operators(model: PreTrainedModel, cache: DynamicCache, tree_pass: TreePass) -> None:

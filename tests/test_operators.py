@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hf_ddtree.attention.causal_conv import ancestor_windows, tree_causal_conv
 from hf_ddtree.attention.gated_delta_rule import DeltaFactors, advance_states, tree_gated_delta_rule
-from hf_ddtree.attention.mask import to_additive, tree_attention_mask
+from hf_ddtree.attention.mask import chunk_windows, to_additive, tree_attention_mask
+from hf_ddtree.attention.query_scale import scale_correction
 from hf_ddtree.attention.tree_batch import TreeBatch
 from hf_ddtree.draft_tree import DraftTree
 
@@ -263,6 +264,58 @@ def test_window_over_a_cache_that_keeps_every_key(window):
         for node in range(len(tree)):
             visible = [*range(length), *(12 + step for step in tree.path(node))][-window:]
             assert mask[row, 0, node].nonzero().flatten().tolist() == visible
+
+
+@pytest.mark.parametrize("chunk_size", [2, 5, 8, 30])
+@pytest.mark.parametrize("keeps_all", [False, True])
+def test_attention_in_chunks_sees_only_its_own_chunk(chunk_size, keeps_all):
+    """Rows with and without padding at the left, which no chunk counts."""
+    rng = random.Random(chunk_size)
+    padding = [0, 3, 5]
+    for length in (6, 8, 13):
+        trees = trees_of(rng, ("deep", 15), ("straggling", 10), ("single", 1))
+        batch = TreeBatch.from_trees(trees, CPU)
+        indices = length - torch.tensor(padding)[:, None]
+        num_cached = length if keeps_all else min(length, chunk_size - 1)
+        before_root = torch.arange(num_cached, 0, -1).expand(3, -1)
+        is_token = before_root <= indices
+        mask = tree_attention_mask(
+            batch, num_cached, is_token, chunk_windows(batch, indices, chunk_size), before_root if keeps_all else None
+        )
+        for row, tree in enumerate(trees):
+            first = padding[row]
+            for node in range(len(tree)):
+                steps = tree.path(node)
+                chunk = (length + len(steps) - 1 - first) // chunk_size
+                visible = {
+                    num_cached - length + index
+                    for index in range(first, length)
+                    if (index - first) // chunk_size == chunk
+                }
+                visible |= {
+                    num_cached + step
+                    for depth, step in enumerate(steps)
+                    if (length + depth - first) // chunk_size == chunk
+                }
+                assert set(mask[row, 0, node].nonzero().flatten().tolist()) == visible
+
+
+def test_query_scales_are_those_of_each_nodes_place():
+    """What the layer applies times the correction is what the node's own path would get."""
+    rng = random.Random(3)
+    batch = TreeBatch.from_trees(trees_of(rng, ("deep", 15), ("bushy", 10), ("single", 1)), CPU)
+    num_before = torch.tensor([[9], [4], [7]])
+    correction = scale_correction(num_before, batch.depths, 0.5, 4)
+    assert correction.shape == (3, 15, 1)
+
+    def scale(place: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((place.float() + 1.0) / 4)) * 0.5 + 1.0
+
+    torch.testing.assert_close(
+        scale(9 + torch.arange(15))[:, None] * correction, scale(num_before + batch.depths)[..., None]
+    )
+    assert scale_correction(num_before, batch.depths, 0.5, 8192) is None
+    assert scale_correction(num_before + 8192, batch.depths, 0.5, 8192) is None
 
 
 def test_mask_of_a_full_cache_needs_no_cached_mask():

@@ -276,12 +276,12 @@ def test_encoder_decoder():
         by_tree(model)
 
 
-def test_chunked_attention():
+def test_chunks_of_one_token():
     config = transformers.Llama4TextConfig(
-        **SIZES | {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
+        **SIZES | {"attention_chunk_size": 1, "num_local_experts": 2, "intermediate_size_mlp": 32}
     )
     model = transformers.Llama4ForCausalLM(config).eval()
-    with refused(model, "Llama4ForCausalLM", "chunked", "Generate without `generation_strategy`"):
+    with refused(model, "Llama4ForCausalLM", "`attention_chunk_size=1`", "Generate without `generation_strategy`"):
         by_tree(model)
 
 

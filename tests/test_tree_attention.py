@@ -6,6 +6,7 @@ tree.
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -124,7 +125,7 @@ def assert_same_cache(model: PreTrainedModel, actual: DynamicCache, tokens: list
             assert_close(layer.conv_states[0], expected.conv_states[0], f"convolution inputs of layer {number}")
             assert layer.recurrent_states[0].dtype == torch.float32
             assert_close(layer.recurrent_states[0], expected.recurrent_states[0], f"state of layer {number}")
-        else:
+        elif expected.keys is not None:
             # What padding holds depends on how much was computed at once, and nobody sees it.
             skipped = max(padding or [0]) - (len(tokens[0]) - expected.keys.shape[-2])
             real = slice(max(0, skipped), None)
@@ -262,3 +263,16 @@ def test_plain_forwards_go_on_as_before_while_the_operators_are_installed(family
     expected = model(input_ids=tokens).logits
     dispatch.install(model)
     assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.core
+def test_a_copied_model_scales_its_queries_once():
+    """Llama 4's layers are hooked, and a copy of a model brings the hooks along."""
+    model = copy.deepcopy(model_of("llama4", "sdpa"))
+    dispatch.install(model)
+    for _ in range(2):
+        model = copy.deepcopy(model)
+        check_round(model, random.Random(0), 13, "bushy")
+    dispatch.uninstall()
+    check_round(model, random.Random(0), 13, "bushy")

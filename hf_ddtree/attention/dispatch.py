@@ -1,7 +1,8 @@
 """Leads the calls that a model's stateful layers make to the tree operators while a tree is being verified.
 
 Every hybrid model in Transformers calls module-level functions for its convolutions and recurrences. Each is wrapped
-once by a dispatcher that asks a context variable whether a tree is active: if none is, the original runs.
+once by a dispatcher that asks a context variable whether a tree is active: if none is, the original runs. Layers that
+scale their queries by their place in the cache are hooked in the same way.
 """
 
 from __future__ import annotations
@@ -9,22 +10,28 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from .causal_conv import ancestor_windows, tree_causal_conv
 from .gated_delta_rule import DeltaFactors, tree_gated_delta_rule
+from .query_scale import scale_correction, scales_queries
 from .tree_batch import TreeBatch
 
 
 class TreePass:
     """One forward of a tree: what the stateful layers need, and what they leave for the commit.
+
+    Args:
+        trees: The round's trees.
+        num_before: For each row the entries in the cache in front of its root.
 
     Attributes:
         trees: The round's trees.
@@ -32,12 +39,14 @@ class TreePass:
         num_convolutions: How many convolutions went through the tree operator.
     """
 
-    def __init__(self, trees: TreeBatch) -> None:
+    def __init__(self, trees: TreeBatch, num_before: Sequence[int]) -> None:
         self.trees = trees
+        self._num_before = num_before
         self.delta_factors: list[DeltaFactors] = []
         self.num_convolutions = 0
         self._windows: dict[tuple[int, int, torch.device], Tensor] = {}
         self._ancestor_masks: dict[torch.device, Tensor] = {}
+        self._scale_corrections: dict[tuple[float, float], Tensor | None] = {}
 
     def windows(self, kernel_size: int, num_cached: int, device: torch.device) -> Tensor:
         """`ancestor_windows`, made once for all layers that are alike."""
@@ -51,6 +60,14 @@ class TreePass:
         if device not in self._ancestor_masks:
             self._ancestor_masks[device] = self.trees.ancestor_mask.to(device)
         return self._ancestor_masks[device]
+
+    def scale_correction(self, attn_scale: float, floor_scale: float) -> Tensor | None:
+        """`scale_correction`, made once for all layers that are alike."""
+        key = attn_scale, floor_scale
+        if key not in self._scale_corrections:
+            num_before = torch.tensor(self._num_before, device=self.trees.depths.device)[:, None]
+            self._scale_corrections[key] = scale_correction(num_before, self.trees.depths, *key)
+        return self._scale_corrections[key]
 
 
 _active: ContextVar[TreePass | None] = ContextVar("hf_ddtree_tree_pass", default=None)
@@ -100,6 +117,14 @@ def _causal_conv(
     return tree_causal_conv(hidden_states, weight, windows, bias, activation)
 
 
+def _correct_queries(attention: Any, module: nn.Module, args: Any, queries: Tensor) -> Tensor | None:
+    tree_pass = _active.get()
+    if tree_pass is None:
+        return None
+    correction = tree_pass.scale_correction(attention.attn_scale, attention.floor_scale)
+    return None if correction is None else (queries * correction.to(queries.device)).to(queries.dtype)
+
+
 OPERATORS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "torch_recurrent_gated_delta_rule": _gated_delta_rule,
@@ -108,10 +133,11 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 _lock = threading.Lock()
 _originals: dict[tuple[ModuleType, str], Callable[..., Any]] = {}
+_hooked: WeakSet[nn.Module] = WeakSet()
 
 
 def install(model: nn.Module) -> None:
-    """Wraps the functions that the model's layers call; what is wrapped already stays as it is."""
+    """Wraps the functions that the model's layers call and hooks the layers; what is so already stays as it is."""
     names = {type(module).__module__ for module in model.modules()}
     modeling_modules = [sys.modules[name] for name in names if name in sys.modules]
     with _lock:
@@ -121,14 +147,28 @@ def install(model: nn.Module) -> None:
                 if original is not None and (modeling_module, name) not in _originals:
                     _originals[modeling_module, name] = original
                     setattr(modeling_module, name, _dispatcher(original, operator))
+        attention: Any
+        for attention in model.modules():
+            if scales_queries(attention) and not _own_hooks(attention.q_proj):
+                attention.q_proj.register_forward_hook(functools.partial(_correct_queries, attention))
+                _hooked.add(attention.q_proj)
 
 
 def uninstall() -> None:
-    """Puts back every function that `install` wrapped."""
+    """Puts back every function that `install` wrapped, and removes its hooks."""
     with _lock:
+        for projection in _hooked:
+            for key in _own_hooks(projection):
+                del projection._forward_hooks[key]
+        _hooked.clear()
         for (modeling_module, name), original in _originals.items():
             setattr(modeling_module, name, original)
         _originals.clear()
+
+
+def _own_hooks(module: nn.Module) -> list[int]:
+    """The keys of the module's hooks that are of this file; a copy of a hooked module has them too."""
+    return [key for key, hook in module._forward_hooks.items() if getattr(hook, "func", None) is _correct_queries]
 
 
 def _dispatcher(original: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:

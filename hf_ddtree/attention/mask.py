@@ -12,19 +12,19 @@ def tree_attention_mask(
     trees: TreeBatch,
     num_cached: int,
     cached_mask: Tensor | None = None,
-    sliding_window: int | None = None,
+    window: int | Tensor | None = None,
     before_root: Tensor | None = None,
 ) -> Tensor:
     """Which keys each node sees, for the keys that a cache layer returns: the cached ones, then the nodes'.
 
-    Through a sliding window a node sees the keys, its ancestors' included, that lie less than `sliding_window` before
-    it.
+    Through a window a node sees the keys, its ancestors' included, that lie less than `window` before it.
 
     Args:
         trees: The round's trees.
         num_cached: Number of keys in the layer's cache.
         cached_mask: `(batch, num_cached)` bool, False where a cached key is not to be seen; None if all are.
-        sliding_window: The layer's window, None for full attention.
+        window: The layer's sliding window; or `(batch, n)` int64, one a node, as `chunk_windows` makes them; None for
+            full attention.
         before_root: `(batch, num_cached)` int64, how far before its row's root each cached key lies. By default the
             keys are the last ones before the root.
 
@@ -37,12 +37,28 @@ def tree_attention_mask(
     if cached_mask is not None:
         mask[..., :num_cached] = cached_mask[:, None]
     mask[..., num_cached:] = trees.ancestor_mask
-    if sliding_window is not None:
+    if window is not None:
+        if isinstance(window, Tensor):
+            window = window[..., None]
         if before_root is None:
             before_root = torch.arange(num_cached, 0, -1, device=device)[None]
-        mask[..., :num_cached] &= trees.depths[..., None] + before_root[:, None] < sliding_window
-        mask[..., num_cached:] &= trees.depths[..., None] - trees.depths[:, None] < sliding_window
+        mask[..., :num_cached] &= trees.depths[..., None] + before_root[:, None] < window
+        mask[..., num_cached:] &= trees.depths[..., None] - trees.depths[:, None] < window
     return mask[:, None]
+
+
+def chunk_windows(trees: TreeBatch, root_indices: Tensor, chunk_size: int) -> Tensor:
+    """How many keys each node sees, itself included, where attention stays in chunks of the sequence.
+
+    Args:
+        trees: The round's trees.
+        root_indices: `(batch, 1)` int64, number of tokens in front of each row's root, padding not counted.
+        chunk_size: Length of the chunks, the first of which begins with the first token.
+
+    Returns:
+        `(batch, n)` int64, the distance from each node to the beginning of its chunk, plus 1.
+    """
+    return (root_indices + trees.depths) % chunk_size + 1
 
 
 def to_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
