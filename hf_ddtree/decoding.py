@@ -18,6 +18,7 @@ from .configuration import DDTreeConfig
 from .draft_tree import DraftTree
 from .emission import RowGroup, gather_rows
 from .output import DDTreeStats
+from .placement import execution_device
 from .rows import CommittedRows
 from .support import check_cache
 from .verification import FeatureRecorder, attention_windows, commit, recording_past, verify
@@ -54,7 +55,7 @@ def decode(
         model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False))
         cache = cache_of(model_kwargs)
         check_cache(cache)
-        rows = CommittedRows(cache.get_seq_length(), model_kwargs, len(prompt), model.device)
+        rows = CommittedRows(cache.get_seq_length(), model_kwargs, len(prompt), execution_device(model))
         roots = [DraftTree.root_only(0) for _ in prompt]
         walk(groups, roots, outputs.logits[:, -1:], chooser, [[0] for _ in prompt])
         groups[0].sequences.keep_prefill(outputs)

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
+from ..placement import embedding_rows, execution_device, head_logits
+
 
 @strict
 class DFlashConfig(Qwen3Config):
@@ -320,6 +322,11 @@ class DFlashDraftModel(PreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the drafter computes, which is not where its weights are if they are offloaded."""
+        return execution_device(self)
+
     def embed(self, token_ids: Tensor, target_embeddings: nn.Embedding) -> Tensor:
         """Embeddings of a block, as this drafter was trained to see them.
 
@@ -331,8 +338,7 @@ class DFlashDraftModel(PreTrainedModel):
         Returns:
             `(batch, block, hidden_size)`, on the device and in the dtype of the drafter.
         """
-        embedded = F.embedding(token_ids.to(target_embeddings.weight.device), target_embeddings.weight)
-        embedded = embedded.to(self.device, self.dtype)
+        embedded = embedding_rows(target_embeddings, token_ids).to(self.device, self.dtype)
         scale = self.config.input_embedding_scale
         return embedded if scale == 1 else embedded * scale
 
@@ -393,10 +399,7 @@ class DFlashDraftModel(PreTrainedModel):
 
         On the device and in the dtype of the head.
         """
-        weight = next(lm_head.parameters(), None)
-        if weight is not None and weight.is_floating_point() and not weight.is_meta:
-            hidden_states = hidden_states.to(weight.device, weight.dtype)
-        logits = lm_head(hidden_states)
+        logits = head_logits(lm_head, hidden_states)
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier
         if bound := self.config.final_logit_softcapping:

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..placement import execution_device
 from .dflash import DFlashConfig, DFlashDraftModel
 
 # Keywords of `from_pretrained` that say where the files are.
@@ -89,7 +89,7 @@ def load_dflash(
         _check_config_fits(config, target_model)
         options.setdefault("dtype", target_model.dtype)
         if "device_map" not in options:
-            move_to = _head_device(target_model)
+            move_to = execution_device(target_model.get_output_embeddings())
     loaded = DFlashDraftModel.from_pretrained(path_or_repo_id, config=config, output_loading_info=True, **options)
     drafter, info = loaded
     if missing := sorted(info["missing_keys"]):
@@ -186,9 +186,3 @@ def _check_config_fits(config: DFlashConfig, target_model: PreTrainedModel) -> N
             f"The drafter does not fit the target: its `target_layer_ids` hold {wrong}, but the target, a {kind}, has "
             f"layers 0 to {target.num_hidden_layers - 1}. {advice}"
         )
-
-
-def _head_device(target_model: PreTrainedModel) -> torch.device:
-    """Where the target's output head is; where the model is, if its weights are offloaded."""
-    device = target_model.get_output_embeddings().weight.device
-    return target_model.device if device.type == "meta" else device
