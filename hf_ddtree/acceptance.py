@@ -10,7 +10,7 @@ Rows that walk together take one step at a time, all of them, as the rows of a b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,11 +66,18 @@ class Chooser:
         logits_processor: The processors that `generate()` prepared.
         do_sample: Whether to sample, from PyTorch's default generator and with the calls that plain decoding makes; so
             a seed gives the tokens that it gives in plain decoding.
+        agree: Replaces this process's choices by those of the process that decides for it, if one does.
     """
 
-    def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool) -> None:
+    def __init__(
+        self,
+        logits_processor: LogitsProcessorList,
+        do_sample: bool,
+        agree: Callable[[Tensor], Tensor] = lambda choices: choices,
+    ) -> None:
         self._processors = logits_processor
         self._do_sample = do_sample
+        self._agree = agree
         self._at_once = all(type(processor) in PER_TOKEN_PROCESSORS for processor in logits_processor)
 
     def look_at(self, logits: Tensor, emitted: Tensor) -> None:
@@ -89,7 +96,7 @@ class Chooser:
                 last_tokens = emitted[:, -1:].repeat_interleave(logits.shape[1], dim=0)
                 self._scores = self._processors(last_tokens, flat).view_as(logits)
             if not self._do_sample:
-                self._greedy = (logits if self._scores is None else self._scores).argmax(dim=-1).tolist()
+                self._greedy = self._agree((logits if self._scores is None else self._scores).argmax(dim=-1)).tolist()
 
     def choose(self, nodes: list[int], emitted: Tensor) -> Choices:
         """The target's choices after one node a row, whose tokens are the last ones of `emitted`."""
@@ -105,9 +112,9 @@ class Chooser:
             tokens = [row[node] for row, node in zip(self._greedy, nodes)]
         elif self._do_sample:
             probabilities = (logits.float() if scores is None else scores).softmax(dim=-1)
-            tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
+            tokens = self._agree(torch.multinomial(probabilities, num_samples=1).squeeze(1)).tolist()
         else:
-            tokens = (logits if scores is None else scores).argmax(dim=-1).tolist()
+            tokens = self._agree((logits if scores is None else scores).argmax(dim=-1)).tolist()
         return Choices(tokens, nodes, logits, scores)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import GenerationConfig, PreTrainedModel, cache_utils
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.distributed.utils import _get_torch_distributed_world_size
@@ -37,7 +38,26 @@ def prompt_length(generation_config: GenerationConfig, model_kwargs: dict[str, A
 
 def is_sharded_over_processes(model: PreTrainedModel) -> bool:
     """Whether several processes must run the model's forwards together; where `generate()` sets `synced_gpus`."""
-    return (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)) and _get_torch_distributed_world_size() > 1
+    return (is_fsdp_managed_module(model) or isinstance(model, FSDPModule)) and _get_torch_distributed_world_size() > 1
+
+
+def is_sharded_by_wrappers(model: PreTrainedModel) -> bool:
+    """Whether DeepSpeed ZeRO-3 or the first version of FSDP shards the model over several processes."""
+    wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return (wrapped or is_deepspeed_zero3_enabled()) and _get_torch_distributed_world_size() > 1
+
+
+def tensor_parallel_group(model: PreTrainedModel) -> Any:
+    """The group of processes over which Transformers shards the model's layers, None if it does not."""
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return None
+    mesh = model._device_mesh
+    return mesh.get_group("tp" if mesh.ndim > 1 else None)
+
+
+def is_split_into_stages(model: PreTrainedModel) -> bool:
+    """Whether each process holds only some of the layers."""
+    return (getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1) > 1
 
 
 def captured_layers(layer_ids: Sequence[int]) -> list[int]:

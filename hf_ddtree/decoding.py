@@ -19,6 +19,7 @@ from .draft_tree import DraftTree
 from .emission import RowGroup, gather_rows
 from .output import DDTreeStats
 from .placement import execution_device
+from .processes import Processes
 from .rows import CommittedRows
 from .support import check_cache
 from .verification import FeatureRecorder, attention_windows, commit, recording_past, verify
@@ -34,6 +35,7 @@ def decode(
     config: DDTreeConfig,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
+    processes: Processes,
 ) -> DDTreeStats:
     """Extends the sequences of all rows until they must stop; leaves the cache as plain decoding leaves it.
 
@@ -63,16 +65,17 @@ def decode(
 
         windows = attention_windows(model, cache)
         with recording_past(cache):
-            while not all(group.sequences.finished for group in groups):
+            while processes.any(not all(group.sequences.finished for group in groups)):
                 token_ids = gather_rows(groups)
                 context = DraftContext(token_ids.clone(), tuple(rows.lengths), features, num_features)
                 with stats.stage("draft"):
                     trees = generator.propose(context, config.tree_budget)
                 _check_trees(trees, token_ids, vocab_size)
+                trees = processes.agree_on_trees(trees)
                 trees = _with_padding_rows(_within_length(trees, groups), groups)
                 with stats.stage("verify"):
                     verification = verify(model, trees, rows, model_kwargs, recorder)
-                    if verification.has_nan and any(tree.num_drafted for tree in trees):
+                    if processes.any(verification.has_nan and any(tree.num_drafted for tree in trees)):
                         # A drafted token that gives NaN spoils the other branches, which plain decoding never sees.
                         commit(cache, verification.tree_pass, [[] for _ in trees], rows)
                         trees = [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
@@ -89,8 +92,8 @@ def decode(
                 stats.count(trees, paths)
             context = DraftContext(gather_rows(groups).clone(), tuple(rows.lengths), features, num_features)
             generator.finish(context)
-            if not rows.are_level and _is_returned(cache, generation_config):
-                stats.target_forwards += _pad_to_longest(model, groups, rows, model_kwargs)
+            if _is_returned(cache, generation_config):
+                stats.target_forwards += _pad_to_longest(model, groups, rows, model_kwargs, processes)
     finally:
         recorder.close()
     stats.draft_forwards = generator.num_forwards
@@ -157,7 +160,11 @@ def _chain(tokens: list[int]) -> DraftTree:
 
 
 def _pad_to_longest(
-    model: PreTrainedModel, groups: Sequence[RowGroup], rows: CommittedRows, model_kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    groups: Sequence[RowGroup],
+    rows: CommittedRows,
+    model_kwargs: dict[str, Any],
+    processes: Processes,
 ) -> int:
     """Feeds padding to the rows that finished early, as plain decoding does, so that the cache's rows are level.
 
@@ -168,7 +175,7 @@ def _pad_to_longest(
     last_tokens = {row: int(group.sequences.token_ids[0, -1]) for group in groups for row in group.rows}
     pad_token = groups[0].sequences.pad_token
     forwards = 0
-    while not rows.are_level:
+    while processes.any(not rows.are_level):
         longest = rows.num_cached
         missing = [min(longest - length, PADDING_AT_ONCE) for length in rows.lengths]
         trees = [_chain([last_tokens[row]] + [pad_token] * (count - 1)) for row, count in enumerate(missing)]

@@ -94,7 +94,7 @@ def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
                     "`assistant_model` is given to `generate()`, which does not pass it on to a custom decoding "
                     "method. Give it to `hf_ddtree.ddtree`."
                 )
-            decoding = decoding.with_streamer(arguments.get("streamer"))
+            decoding = decoding.with_arguments(arguments.get("streamer"), arguments.get("synced_gpus"))
         else:
             if decoding is None:
                 _check_no_strategy_is_meant(arguments)
@@ -151,6 +151,7 @@ def _decoding(model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]) 
         candidate_generator=arguments.pop("candidate_generator", None),
         draft_state=arguments.pop("draft_state", None),
         streamer=arguments.get("streamer"),
+        synced_gpus=arguments.get("synced_gpus"),
         **(knobs | STRATEGIES[strategy]),
     )
 

@@ -16,7 +16,8 @@ from .configuration import DDTreeConfig, describe_type
 from .decoding import decode
 from .emission import EmittedSequences, RowGroup, gather_rows
 from .output import DDTreeOutput
-from .support import check_arguments, check_cache, check_call, check_positions, check_target
+from .processes import Processes
+from .support import check_arguments, check_cache, check_call, check_positions, check_processes, check_target
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -47,21 +48,24 @@ class DDTreeDecoding:
         candidate_generator: TreeCandidateGenerator | None,
         draft_state: Any,
         streamer: BaseStreamer | None,
+        synced_gpus: bool | None = None,
     ) -> None:
         self.config = config
         self._draft_state = draft_state
         self._assistant_model = assistant_model
         self._candidate_generator = candidate_generator
         self._streamer = streamer
+        self._synced_gpus = synced_gpus
 
-    def with_streamer(self, streamer: BaseStreamer | None) -> DDTreeDecoding:
-        """The same method with a streamer, or with the one it has if that is None."""
+    def with_arguments(self, streamer: BaseStreamer | None, synced_gpus: bool | None) -> DDTreeDecoding:
+        """The same method with arguments of `generate()`; where they are None, with those that it has."""
         return DDTreeDecoding(
             self.config,
             self._assistant_model,
             self._candidate_generator,
             self._draft_state,
             streamer or self._streamer,
+            self._synced_gpus if synced_gpus is None else synced_gpus,
         )
 
     def __call__(
@@ -76,6 +80,7 @@ class DDTreeDecoding:
         """Decodes from the inputs that `generate()` prepared."""
         check_settings(model, generation_config)
         check_call(generation_config, logits_processor)
+        check_processes(model, generation_config, self._synced_gpus)
         check_target(model)
         check_cache(cache_of(model_kwargs))
         check_positions(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
@@ -85,8 +90,9 @@ class DDTreeDecoding:
         if generator is None:
             generator = make_candidate_generator(self._assistant_model, model, self.config, self._draft_state)
         groups = make_groups(input_ids, logits_processor, stopping_criteria, generation_config, self._streamer)
-        chooser = Chooser(logits_processor, generation_config.do_sample)
-        stats = decode(model, groups, chooser, generator, self.config, generation_config, model_kwargs)
+        processes = Processes(model, self._synced_gpus)
+        chooser = Chooser(logits_processor, generation_config.do_sample, processes.agree)
+        stats = decode(model, groups, chooser, generator, self.config, generation_config, model_kwargs, processes)
         for group in groups:
             group.sequences.end_stream()
         first = groups[0].sequences
@@ -111,6 +117,7 @@ def ddtree(
     candidate_generator: TreeCandidateGenerator | None = None,
     draft_state: Any = None,
     streamer: BaseStreamer | None = None,
+    synced_gpus: bool | None = None,
     **knobs: Any,
 ) -> DDTreeDecoding:
     """Tree decoding for `generate(custom_generate=hf_ddtree.ddtree(...))`, without patching Transformers.
@@ -122,6 +129,8 @@ def ddtree(
             sequences. Without it, or if it is of other sequences than the cache, drafting starts cold.
         streamer: Gets the emitted tokens. Transformers does not pass its `streamer` argument on to custom decoding
             methods, so give it here as well.
+        synced_gpus: Whether all processes must run their forwards together, as `generate()` takes it and does not pass
+            on either. By default, if FSDP shards the target.
         **knobs: Fields of `DDTreeConfig`, such as `tree_budget`.
 
     Raises:
@@ -151,7 +160,7 @@ def ddtree(
         )
     if assistant_model is not None:
         drafter_kind(assistant_model)
-    return DDTreeDecoding(config, assistant_model, candidate_generator, draft_state, streamer)
+    return DDTreeDecoding(config, assistant_model, candidate_generator, draft_state, streamer, synced_gpus)
 
 
 def check_settings(model: PreTrainedModel, generation_config: GenerationConfig) -> None:

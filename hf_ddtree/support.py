@@ -14,7 +14,13 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.generation import logits_process
 
 from .attention.dispatch import OPERATORS
-from .compat import EMPTY_CACHE_LAYERS, is_sharded_over_processes
+from .compat import (
+    EMPTY_CACHE_LAYERS,
+    is_sharded_by_wrappers,
+    is_sharded_over_processes,
+    is_split_into_stages,
+    tensor_parallel_group,
+)
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 # For each kind of attention layer, what its configuration calls the number of keys that it reaches; None for all keys.
@@ -74,11 +80,6 @@ def check_arguments(setting: Callable[[str], Any], set_by_call: Callable[[str], 
             "`is_assistant` is True, but a model that drafts for another one must not be decoded by tree. Leave it "
             "out, or generate without `generation_strategy`."
         )
-    if setting("synced_gpus"):
-        raise ValueError(
-            "`synced_gpus` is True, but by tree each process needs another number of forwards, so they would wait for "
-            "each other forever. Give each process a whole model, or generate without `generation_strategy`."
-        )
     if setting("cache_implementation") == "paged":
         raise ValueError(
             "`cache_implementation='paged'` asks for continuous batching, which does not decode by tree. Leave "
@@ -110,6 +111,43 @@ def check_call(generation_config: GenerationConfig, logits_processor: LogitsProc
         )
 
 
+def check_processes(model: PreTrainedModel, generation_config: GenerationConfig, synced_gpus: bool | None) -> None:
+    """Refuses a model that is spread over processes in a way that tree decoding does not know.
+
+    Args:
+        model: The target.
+        generation_config: As `generate()` prepared it.
+        synced_gpus: As `generate()` got it.
+
+    Raises:
+        ValueError: If DeepSpeed ZeRO-3 or the first FSDP shards the model, if each process has other layers,
+            or if the processes could not stay together under this call's arguments.
+    """
+    name = type(model).__name__
+    if is_split_into_stages(model):
+        raise ValueError(
+            f"{name} is split into pipeline stages (`pp_size`), so no process has all layers. Load it with `tp_size`, "
+            "`fsdp_size` or `device_map`, or generate without `generation_strategy`."
+        )
+    if is_sharded_by_wrappers(model):
+        raise ValueError(
+            f"{name} is sharded by DeepSpeed ZeRO-3 or FullyShardedDataParallel, which hide the weights that drafters "
+            "share. Shard it by `fully_shard` (FSDP2, `DistributedConfig(fsdp_size=...)`), give each process a whole "
+            "model, or generate without `generation_strategy`."
+        )
+    synced = is_sharded_over_processes(model) if synced_gpus is None else synced_gpus
+    if synced and generation_config.prefill_chunk_size is not None:
+        raise ValueError(
+            "`prefill_chunk_size` is set, but all processes run their forwards together (`synced_gpus`), and prompts "
+            "of other lengths would need another number of them. Leave `prefill_chunk_size` out."
+        )
+    if tensor_parallel_group(model) is not None and generation_config.max_time is not None:
+        raise ValueError(
+            "`max_time` is set, but several processes decode the same sequences (tensor parallelism), and the time "
+            "would be over in one of them before the others. Leave `max_time` out and set `max_new_tokens`."
+        )
+
+
 def check_target(model: PreTrainedModel) -> None:
     """Refuses a model whose tokens could come out wrong.
 
@@ -122,12 +160,6 @@ def check_target(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{name} is an encoder-decoder, but tree decoding is for decoder-only models. Generate without "
-            "`generation_strategy`."
-        )
-    if is_sharded_over_processes(model):
-        raise ValueError(
-            f"{name} is sharded over processes by FSDP or DeepSpeed ZeRO-3, which run its forwards together. By tree "
-            "each process needs another number of them. Give each process a whole model, or generate without "
             "`generation_strategy`."
         )
     implementation = config._attn_implementation

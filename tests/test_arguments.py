@@ -1,5 +1,7 @@
 """Arguments that change nothing, as in plain decoding, and those that Transformers would ignore, which are refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from families import make_model
@@ -59,7 +61,6 @@ REFUSED_IF_SET_BY_THE_CALL = {
 }
 KEYWORDS = {
     "assistant_tokenizer": (object(), (*KNOB, "tokenizer")),
-    "synced_gpus": (True, ("forwards", "whole model", "generate without")),
 }
 
 
@@ -145,12 +146,18 @@ def test_groups_of_beams():
     refused(("`num_beams`", "4"), lambda: by_tree(model, **arguments))
 
 
-def test_models_that_are_sharded_over_processes(monkeypatch):
+def test_models_that_are_spread_over_processes(monkeypatch):
+    """What works is tested in `test_processes.py`."""
     model = make_model("llama", "sdpa")
     monkeypatch.setattr(compat, "is_fsdp_managed_module", lambda module: True)
-    assert by_tree(model).shape[1] == make_prompt().shape[1] + 4  # alone, a process waits for no one
+    for synced_gpus in (None, True):  # alone, a process waits for no one
+        assert by_tree(model, synced_gpus=synced_gpus).shape[1] == make_prompt().shape[1] + 4
+    refused(("`prefill_chunk_size`", "`synced_gpus`"), lambda: by_tree(model, synced_gpus=True, prefill_chunk_size=4))
     monkeypatch.setattr(compat, "_get_torch_distributed_world_size", lambda: 2)
-    refused(("LlamaForCausalLM", "FSDP", "whole model"), lambda: by_tree(model))
+    monkeypatch.setattr(compat, "is_deepspeed_zero3_enabled", lambda: True)
+    refused(("LlamaForCausalLM", "ZeRO-3", "`fully_shard`", "whole model"), lambda: by_tree(model))
+    monkeypatch.setattr(model.config, "distributed_config", SimpleNamespace(pp_size=2), raising=False)
+    refused(("LlamaForCausalLM", "stages", "`device_map`"), lambda: by_tree(model))
 
 
 def test_a_prompt_that_is_made_of_the_bos_token():

@@ -1,0 +1,16 @@
+"""Targets that two processes run together: by tensor parallelism and by FSDP."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_two_processes(tmp_path):
+    worker = Path(__file__).with_name("processes_worker.py")
+    finished = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", worker, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert finished.returncode == 0, finished.stderr[-6000:]
