@@ -10,10 +10,16 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 from transformers.generation import logits_process
 
-from .attention.dispatch import OPERATORS
+from .attention.dispatch import MIXERS
 from .compat import (
     EMPTY_CACHE_LAYERS,
     is_sharded_by_wrappers,
@@ -25,7 +31,12 @@ from .compat import (
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 # For each kind of attention layer, what its configuration calls the number of keys that it reaches; None for all keys.
 WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-LAYER_TYPES = (*WINDOWS, "linear_attention")
+# Layers with a convolution, and with a recurrence or without one.
+STATEFUL_LAYER_TYPES = ("linear_attention", "conv")
+# The last two keep nothing.
+LAYER_TYPES = (*WINDOWS, *STATEFUL_LAYER_TYPES, "moe", "mlp")
+# What Transformers calls two layers in one.
+LAYERS_IN_ONE = {"hybrid": ("linear_attention", "full_attention")}
 GENERATION_MODES = ("greedy_search", "sample")
 GUIDANCE_PROCESSORS = (
     logits_process.ClassifierFreeGuidanceLogitsProcessor,
@@ -49,7 +60,13 @@ OTHER_DRAFTERS_KNOBS = {
 CHANGING_ROPE_TYPES = ("dynamic", "longrope")
 # Models whose attention goes by a key's index in the cache, where a node's siblings have a place as well.
 INDEXED_KEYS = ("doge", "git", "gpt_neo")
-CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, *EMPTY_CACHE_LAYERS)
+CACHE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    *EMPTY_CACHE_LAYERS,
+)
 
 
 def check_arguments(setting: Callable[[str], Any], set_by_call: Callable[[str], Any]) -> None:
@@ -184,11 +201,12 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} has `{narrow[0]}=1`, for which Transformers keeps all keys. Tree decoding works from a window of "
             "2 on. Generate without `generation_strategy`."
         )
-    has_own_cache = not model._supports_default_dynamic_cache()
-    if has_own_cache or (getattr(model, "_is_stateful", False) and not _has_known_state(model)):
+    has_state = getattr(model, "_is_stateful", False) or any(kind in STATEFUL_LAYER_TYPES for kind in kinds)
+    if not model._supports_default_dynamic_cache() or (has_state and not _has_known_state(model)):
         raise ValueError(
             f"{name} keeps a state that tree decoding does not know how to branch and commit; it knows that of Gated "
-            "DeltaNet layers. Generate without `generation_strategy`."
+            "DeltaNet, Kimi delta attention, Mamba-2 and short convolution layers. Generate without "
+            "`generation_strategy`."
         )
     if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
         raise ValueError(
@@ -265,10 +283,13 @@ def check_cache(cache: Cache | None) -> None:
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:
-    """The kind of each decoder layer: its entry in `layer_types`, or what Transformers infers where there are none."""
+    """The kind of each decoder layer: its entry in `layer_types`, or what Transformers infers where there are none.
+
+    Two layers in one count as two.
+    """
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        return list(kinds)
+        return [layer for kind in kinds for layer in LAYERS_IN_ONE.get(kind, (kind,))]
     inferred = (kind for kind in ("sliding_attention", "chunked_attention") if window_of(config, kind) is not None)
     return [next(inferred, "full_attention")] * config.num_hidden_layers
 
@@ -295,12 +316,16 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _has_known_state(model: PreTrainedModel) -> bool:
-    """Whether all that the model keeps besides keys and values is the state of Gated DeltaNet layers."""
+    """Whether all that the model keeps besides keys and values is the state of layers that the operators know."""
     config = model.config.get_text_config()
-    layer_types = getattr(config, "layer_types", None) or ()
-    mixers = [module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet")]
+    mixers = [
+        (sys.modules.get(type(module).__module__), functions)
+        for module in model.modules()
+        for name, functions in MIXERS.items()
+        if type(module).__name__.endswith(name)
+    ]
     return (
-        len(mixers) == layer_types.count("linear_attention")
+        len(mixers) == sum(kind in STATEFUL_LAYER_TYPES for kind in layer_types(config))
         and getattr(config, "number_of_conv_states", 1) == 1
-        and all(hasattr(sys.modules.get(type(mixer).__module__), name) for mixer in mixers for name in OPERATORS)
+        and all(hasattr(modeling, function) for modeling, functions in mixers for function in functions)
     )

@@ -16,8 +16,8 @@ from transformers.utils import ModelOutput
 
 from .attention import dispatch
 from .attention.dispatch import TreePass
-from .attention.gated_delta_rule import advance_states
 from .attention.mask import chunk_windows, to_additive, tree_attention_mask
+from .attention.path_state import advance_states
 from .attention.tree_batch import TreeBatch
 from .compat import CACHE_KEY
 from .draft_tree import DraftTree
@@ -104,11 +104,12 @@ def commit(cache: DynamicCache, tree_pass: TreePass, paths: Sequence[Sequence[in
     before = torch.tensor(rows.lengths, device="cpu")
     rows.advance(list(map(len, paths)))
     committed = _CommittedPaths(paths, tree_pass.trees.num_nodes, before, rows.num_cached)
-    _advance_states([layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)], tree_pass, committed)
+    stateful = _stateful_layers(cache)
+    _advance_states(stateful, tree_pass, committed)
+    for layer, inputs in zip(stateful, tree_pass.conv_inputs):
+        layer.conv_states[0] = committed.last_entries(inputs, layer.conv_kernel_size[0], dim=-1)
     for layer in cache.layers:
-        if isinstance(layer, LinearAttentionLayer):
-            layer.conv_states[0] = committed.last_entries(layer.conv_states[0], layer.conv_kernel_size[0], dim=-1)
-        elif isinstance(layer, DynamicSlidingWindowLayer):
+        if isinstance(layer, DynamicSlidingWindowLayer):
             kept = min(layer.sliding_window - 1, rows.num_cached)
             layer.keys = committed.last_entries(layer.keys, kept, dim=-2)
             layer.values = committed.last_entries(layer.values, kept, dim=-2)
@@ -118,16 +119,23 @@ def commit(cache: DynamicCache, tree_pass: TreePass, paths: Sequence[Sequence[in
             layer.values = committed.in_place(layer.values)
 
 
+def _stateful_layers(cache: DynamicCache) -> list[LinearAttentionLayer]:
+    """The layers that keep the inputs of a convolution and perhaps a recurrent state, some beside keys and values."""
+    return [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer) and layer.conv_kernel_size[0]]
+
+
 def _advance_states(layers: list[LinearAttentionLayer], tree_pass: TreePass, committed: _CommittedPaths) -> None:
     """Commits the recurrent states, layers that are alike together."""
     if committed.is_empty:
         return
+    states = [layer.recurrent_states[0] for layer in layers if layer.recurrent_states[0] is not None]
     alike: dict[Any, list[int]] = {}
-    for index, factors in enumerate(tree_pass.delta_factors):
-        alike.setdefault((factors.keys.device, factors.keys.shape, factors.updates.shape), []).append(index)
-    for (device, *_), indices in alike.items():
-        states = [layers[index].recurrent_states[0] for index in indices]
-        advance_states(states, [tree_pass.delta_factors[index] for index in indices], *committed.on(device))
+    for index, factors in enumerate(tree_pass.path_factors):
+        shapes = factors.log_decay.shape, factors.left.shape, factors.right.shape
+        alike.setdefault((factors.left.device, shapes), []).append(index)
+    for (device, _), indices in alike.items():
+        factors_of_kind = [tree_pass.path_factors[index] for index in indices]
+        advance_states([states[index] for index in indices], factors_of_kind, *committed.on(device))
 
 
 class _CommittedPaths:
@@ -243,14 +251,16 @@ def attention_windows(model: PreTrainedModel, cache: DynamicCache) -> list[int |
 
 
 def _require_tree_operators(model: PreTrainedModel, cache: DynamicCache, tree_pass: TreePass) -> None:
-    expected = sum(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
-    found = len(tree_pass.delta_factors), tree_pass.num_convolutions
-    if found != (expected, expected):
+    layers = _stateful_layers(cache)
+    recurrent = [layer for layer in layers if layer.recurrent_states[0] is not None]
+    found = len(tree_pass.path_factors), len(tree_pass.conv_inputs)
+    if found != (len(recurrent), len(layers)):
         raise RuntimeError(
-            f"{type(model).__name__} has {expected} layers with a recurrent state, but {found[0]} recurrences and "
-            f"{found[1]} convolutions of them went through the tree operators. Another kernel has taken their place, "
-            "and it would give wrong tokens. Load the model without it (`use_kernels=False`), do not call "
-            "`hf_ddtree.unregister()` meanwhile, or generate without `generation_strategy`."
+            f"{type(model).__name__} has {len(layers)} layers with a convolution, {len(recurrent)} of them with a "
+            f"recurrent state, but {found[0]} recurrences and {found[1]} convolutions of them went through the tree "
+            "operators. Another kernel has taken their place, and it would give wrong tokens. Load the model without "
+            "it (`use_kernels=False`), do not call `hf_ddtree.unregister()` meanwhile, or generate without "
+            "`generation_strategy`."
         )
 
 
@@ -264,10 +274,10 @@ def recording_past(cache: DynamicCache) -> Iterator[None]:
     before = [layer.record_past for layer in layers]
     for layer in layers:
         layer.record_past = True
-        if isinstance(layer, LinearAttentionLayer):
-            missing = layer.conv_kernel_size[0] - layer.conv_states[0].shape[-1]
-            if missing > 0:
-                layer.conv_states[0] = nn.functional.pad(layer.conv_states[0], (missing, 0))
+    for layer in _stateful_layers(cache):
+        missing = layer.conv_kernel_size[0] - layer.conv_states[0].shape[-1]
+        if missing > 0:
+            layer.conv_states[0] = nn.functional.pad(layer.conv_states[0], (missing, 0))
     try:
         yield
     finally:

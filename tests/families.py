@@ -50,6 +50,28 @@ LATENT_ATTENTION = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+KIMI_DELTA = {
+    "linear_head_dim": 8,
+    "linear_num_heads": 3,
+    "linear_conv_kernel_dim": CONV_KERNEL,
+    **LATENT_ATTENTION,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": CONV_KERNEL,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 
 # For each family: the configuration class, and what sets it apart from SIZES.
@@ -150,9 +172,82 @@ CONFIGS = {
     "qwen3_5": ("Qwen3_5TextConfig", {**LINEAR_ATTENTION, "rope_parameters": MROPE}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**EXPERTS, **LINEAR_ATTENTION, "rope_parameters": MROPE}),
     "olmo_hybrid": ("OlmoHybridConfig", {**LINEAR_ATTENTION, "linear_num_key_heads": 4}),
+    "lara_mini": (
+        "LaraMiniConfig",
+        {
+            **EXPERTS,
+            **LINEAR_ATTENTION,
+            "sliding_window": WINDOW,
+            "layer_types": ["linear_attention", "sliding_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 4,
+        },
+    ),
+    "kimi_linear": ("KimiLinearConfig", KIMI_DELTA),
+    "bailing_hybrid": ("BailingHybridConfig", {**KIMI_DELTA, "head_dim": 8, "num_attention_heads": 4}),
+    "bamba": ("BambaConfig", {**MAMBA2, "attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "falcon_h1": ("FalconH1Config", {**MAMBA2, "mamba_d_ssm": 64}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 12,
+            "conv_kernel": CONV_KERNEL,
+            "chunk_size": 8,
+            "layers_block_type": ["moe", "linear_attention", "mlp", "full_attention", "linear_attention"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 12,
+            "mamba_d_conv": CONV_KERNEL,
+            "mamba_expand": 2,
+            "chunk_size": 8,
+            "use_mem_rope": True,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 4,
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8, "conv_L_cache": CONV_KERNEL},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": CONV_KERNEL,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "num_dense_layers": 1,
+        },
+    ),
 }
-FAMILIES = tuple(CONFIGS)
-RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+# Some families are newer than the oldest supported Transformers.
+FAMILIES = tuple(family for family, (config_class, _) in CONFIGS.items() if hasattr(transformers, config_class))
+# Those that stand behind the last family with nothing but attention.
+RECURRENT_FAMILIES = FAMILIES[FAMILIES.index("qwen3_next") :]
 # What softens its scores has no sdpa.
 EAGER_ONLY = ("gpt_oss", "gemma2")
 CASES = [(family, "sdpa") for family in FAMILIES if family not in EAGER_ONLY]
@@ -174,7 +269,7 @@ def make_config(family: str) -> PretrainedConfig:
 def make_model(family: str, attention: str) -> PreTrainedModel:
     """The family's tiny model in float32 with seeded random weights; made once, so tests must leave it as it is."""
     with torch.random.fork_rng():
-        torch.manual_seed(200 + FAMILIES.index(family))
+        torch.manual_seed(200 + list(CONFIGS).index(family))
         model = transformers.AutoModelForCausalLM.from_config(
             make_config(family), attn_implementation=attention, dtype=torch.float32
         ).eval()

@@ -21,7 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from .causal_conv import ancestor_windows, tree_causal_conv
-from .gated_delta_rule import DeltaFactors, tree_gated_delta_rule
+from .gated_delta_rule import tree_gated_delta_rule
+from .kimi_delta import tree_kimi_delta
+from .mamba2 import tree_mamba2
+from .path_state import PathFactors
 from .query_scale import scale_correction, scales_queries
 from .tree_batch import TreeBatch
 
@@ -35,15 +38,16 @@ class TreePass:
 
     Attributes:
         trees: The round's trees.
-        delta_factors: One entry a layer with a gated delta rule, in the order of the layers.
-        num_convolutions: How many convolutions went through the tree operator.
+        path_factors: One entry a layer with a recurrence, in the order of the layers.
+        conv_inputs: One entry a layer with a convolution, in the order of the layers: `(batch, channels, cached + n)`,
+            its cached inputs followed by the nodes'.
     """
 
     def __init__(self, trees: TreeBatch, num_before: Sequence[int]) -> None:
         self.trees = trees
         self._num_before = num_before
-        self.delta_factors: list[DeltaFactors] = []
-        self.num_convolutions = 0
+        self.path_factors: list[PathFactors] = []
+        self.conv_inputs: list[Tensor] = []
         self._windows: dict[tuple[int, int, torch.device], Tensor] = {}
         self._ancestor_masks: dict[torch.device, Tensor] = {}
         self._scale_corrections: dict[tuple[float, float], Tensor | None] = {}
@@ -83,8 +87,17 @@ def active(tree_pass: TreePass) -> Iterator[None]:
         _active.reset(token)
 
 
-def _gated_delta_rule(
+def _gated_delta_rule(tree_pass: TreePass, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return _delta_rule(tree_pass, tree_gated_delta_rule, *args, **kwargs)
+
+
+def _kimi_delta(tree_pass: TreePass, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return _delta_rule(tree_pass, tree_kimi_delta, *args, **kwargs)
+
+
+def _delta_rule(
     tree_pass: TreePass,
+    operator: Callable[..., tuple[Tensor, PathFactors]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -95,12 +108,55 @@ def _gated_delta_rule(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     ancestor_mask = tree_pass.ancestor_mask(query.device)
-    output, factors = tree_gated_delta_rule(
-        query, key, value, g, beta, ancestor_mask, initial_state, use_qk_l2norm_in_kernel
-    )
-    tree_pass.delta_factors.append(factors)
+    output, factors = operator(query, key, value, g, beta, ancestor_mask, initial_state, use_qk_l2norm_in_kernel)
+    tree_pass.path_factors.append(factors)
     # Which path the target takes is not known yet, so the state goes back as it came.
     return output, initial_state
+
+
+def _mamba2_chunk_scan(
+    tree_pass: TreePass,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    initial_states: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Takes no notice of `dt_limit`: models keep to it in the prompt alone, not when they decode token by token."""
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = torch.nn.functional.softplus(dt)
+    ancestor_mask = tree_pass.ancestor_mask(hidden_states.device)
+    output, factors = tree_mamba2(hidden_states, dt, A, B, C, ancestor_mask, initial_states, D)
+    tree_pass.path_factors.append(factors)
+    return output, initial_states
+
+
+def _mamba2_step(
+    tree_pass: TreePass,
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """What models call for a single token, a tree of nothing but its root; step, `A` and `D` come once a channel."""
+    D, dt_bias = (None if values is None else values[:, 0] for values in (D, dt_bias))
+    inputs = hidden_states[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None]
+    output, _state = _mamba2_chunk_scan(tree_pass, *inputs, state, D, dt_bias, dt_softplus)
+    return output[:, 0] if z is None else output[:, 0] * torch.nn.functional.silu(z)
 
 
 def _causal_conv(
@@ -113,8 +169,15 @@ def _causal_conv(
 ) -> Tensor:
     num_cached = hidden_states.shape[-1] - tree_pass.trees.num_nodes
     windows = tree_pass.windows(weight.shape[-1], num_cached, hidden_states.device)
-    tree_pass.num_convolutions += 1
+    tree_pass.conv_inputs.append(hidden_states)
     return tree_causal_conv(hidden_states, weight, windows, bias, activation)
+
+
+def _causal_conv_step(
+    tree_pass: TreePass, hidden_states: Tensor, conv_state: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """What some models call for a single token whatever the cache is told: it would shift the cached inputs."""
+    return _causal_conv(tree_pass, torch.cat((conv_state, hidden_states), dim=-1), *args, **kwargs)
 
 
 def _correct_queries(attention: Any, module: nn.Module, args: Any, queries: Tensor) -> Tensor | None:
@@ -128,7 +191,26 @@ def _correct_queries(attention: Any, module: nn.Module, args: Any, queries: Tens
 OPERATORS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "torch_recurrent_gated_delta_rule": _gated_delta_rule,
+    "chunk_kimi_delta_attention": _kimi_delta,
+    "recurrent_kimi_delta_attention": _kimi_delta,
+    "mamba2_chunk_scan": _mamba2_chunk_scan,
+    "mamba2_selective_state_update": _mamba2_step,
     "causal_conv1d_fn": _causal_conv,
+    "causal_conv1d_update": _causal_conv_step,
+}
+# What must be among the functions of a layer's module, for each kind of layer, known by how its class is called.
+DELTA_RULE = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn")
+KIMI_DELTA = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", "causal_conv1d_fn")
+MAMBA2 = ("mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_fn")
+MIXERS: dict[str, tuple[str, ...]] = {
+    "GatedDeltaNet": DELTA_RULE,
+    "DeltaAttention": KIMI_DELTA,
+    "BambaMixer": MAMBA2,
+    "FalconH1Mixer": MAMBA2,
+    "GraniteMoeHybridMambaLayer": MAMBA2,
+    "NemotronHMamba2Mixer": MAMBA2,
+    "Zamba2MambaMixer": MAMBA2,
+    "ShortConv": ("causal_conv1d_fn",),
 }
 
 _lock = threading.Lock()

@@ -17,26 +17,10 @@ A node has one `u` whatever path goes on below it, so nothing is computed again 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class DeltaFactors:
-    """What a layer keeps of a tree until one path is committed: `n (d_k + d_v + 1)` floats a head, all float32.
-
-    Attributes:
-        cumulative_decay: `G`, `(batch, heads, n)`.
-        keys: `k`, normalised if the layer does so, `(batch, heads, n, d_k)`.
-        updates: `u`, `(batch, heads, n, d_v)`.
-    """
-
-    cumulative_decay: Tensor
-    keys: Tensor
-    updates: Tensor
+from .path_state import PathDecay, PathFactors
 
 
 def tree_gated_delta_rule(
@@ -48,7 +32,7 @@ def tree_gated_delta_rule(
     ancestor_mask: Tensor,
     initial_state: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, DeltaFactors]:
+) -> tuple[Tensor, PathFactors]:
     """Outputs of all nodes of a tree, and the factors from which any path's state can be made.
 
     Args:
@@ -76,52 +60,18 @@ def tree_gated_delta_rule(
     values = value.float().transpose(1, 2)
     strength = beta.float().transpose(1, 2)[..., None]
 
-    cumulative_decay = (ancestor_mask.float() @ g.float()).transpose(1, 2)
-    path_decay = cumulative_decay[..., None] - cumulative_decay[..., None, :]
-    path_decay = path_decay.masked_fill(~ancestor_mask[:, None], float("-inf")).exp()
+    path_decay = PathDecay(g, ancestor_mask)
+    between = path_decay.between(ancestor_mask[:, None])
+    from_root = path_decay.from_root()[..., None]
 
     attention, key_products = (query_key @ keys.transpose(-1, -2)).split(num_nodes, dim=2)
     from_state, predicted = (query_key @ initial_state.float()).split(num_nodes, dim=2)
-    decay = cumulative_decay.exp()[..., None]
     updates = torch.linalg.solve_triangular(
-        strength * key_products * path_decay,
-        strength * (values - decay * predicted),
+        strength * key_products * between,
+        strength * (values - from_root * predicted),
         upper=False,
         unitriangular=True,
     )
-    output = torch.addcmul((attention * path_decay) @ updates, decay, from_state)
-    return output.transpose(1, 2).to(query.dtype), DeltaFactors(cumulative_decay, keys, updates)
-
-
-def advance_states(
-    states: Sequence[Tensor], factors: Sequence[DeltaFactors], path: Tensor, lengths: Tensor | None = None
-) -> None:
-    """Moves the recurrent states of several layers, in place, behind the nodes of one path a row.
-
-    Args:
-        states: One a layer, `(batch, heads, d_k, d_v)` float32, the state above the root.
-        factors: What `tree_gated_delta_rule` returned in each of these layers; all on one device and of equal shapes.
-        path: `(batch, length)` int64 nodes from the root on; a shorter path repeats its last node.
-        lengths: `(batch,)` int64, how many nodes each path has; an empty one leaves the state as it is. None if all
-            have `length`.
-    """
-    decay, keys, updates = (
-        _along_path(torch.stack([getattr(layer, name) for layer in factors]), path)
-        for name in ("cumulative_decay", "keys", "updates")
-    )
-    leaf_decay = decay[..., -1:]
-    weight = (leaf_decay - decay).exp()
-    if lengths is not None:
-        weight = weight * (torch.arange(path.shape[1], device=path.device) < lengths[:, None])[:, None]
-        leaf_decay = leaf_decay.masked_fill((lengths == 0)[:, None, None], 0.0)
-    written = (keys * weight[..., None]).transpose(-1, -2) @ updates
-    torch._foreach_mul_(list(states), list(leaf_decay.exp()[..., None]))
-    torch._foreach_add_(list(states), list(written))
-
-
-def _along_path(values: Tensor, path: Tensor) -> Tensor:
-    """`(layers, batch, heads, length, ...)` of `(layers, batch, heads, n, ...)`."""
-    if len(path) == 1:
-        return values.index_select(3, path[0])
-    index = path.view(1, len(path), 1, -1, *[1] * (values.ndim - 4))
-    return values.gather(3, index.expand(*values.shape[:1], -1, values.shape[2], -1, *values.shape[4:]))
+    output = torch.addcmul((attention * between) @ updates, from_root, from_state)
+    factors = PathFactors(g.float().transpose(1, 2)[..., None], keys, updates)
+    return output.transpose(1, 2).to(query.dtype), factors
