@@ -53,9 +53,13 @@ def tree_causal_conv(
         gathered = inputs.index_select(2, windows.flatten())
     else:
         gathered = inputs.gather(2, windows.flatten(1)[:, None].expand(-1, num_channels, -1))
-    output = (gathered.view(batch_size, num_channels, *windows.shape[1:]) * weight[:, None]).sum(-1)
+    # In half precision a convolution rounds once, at its end.
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    gathered = gathered.view(batch_size, num_channels, *windows.shape[1:]).to(dtype)
+    output = (gathered * weight.to(dtype)[:, None]).sum(-1)
     if bias is not None:
         output = output + bias[:, None]
+    output = output.to(weight.dtype)
     if activation is not None:
         output = ACT2FN[activation](output)
     return output.to(hidden_states.dtype)

@@ -1,0 +1,361 @@
+"""Checks by hand what no test of this repository can without a GPU; under five minutes on one.
+
+    python scripts/gpu_check.py --output gpu_check.json
+    python scripts/gpu_check.py --device cpu --quick      # the same code on tiny models, as the tests run it
+
+1. Every core family in bfloat16 and float16, random weights: tree decoding against plain decoding. Rounding depends on
+   how many tokens a forward is fed, so near ties may go either way. At the first difference, the logits of the two
+   tokens must lie within twice the noise measured for that model: how far the logits of plain decoding are from those
+   of one forward over the same tokens, in the same dtype and in float32.
+2. Times that a round makes the host wait for the GPU (PyTorch's `set_sync_debug_mode`).
+3. Memory that a node of the tree takes while it is verified.
+4. Speed: plain decoding, chain, trees of several budgets, on the pair that ships and on a random Qwen3.5 hybrid of
+   half a billion parameters whose drafter is right as often as it is told to be.
+
+Exits with an error if a family fails the first check.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import platform
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_ddtree
+from hf_ddtree.demo import demo_prompts
+from hf_ddtree.draft_tree import build_tree
+
+MOE = {"num_experts": 8, "num_experts_per_tok": 2}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+SLIDING = {"sliding_window": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {"use_sliding_window": True, "max_window_layers": 2, **SLIDING},
+    "Qwen3": {},
+    "Qwen3Moe": MOE,
+    "Mistral": SLIDING,
+    "Gemma3Text": SLIDING,
+    "GptOss": {"num_local_experts": 8, "num_experts_per_tok": 2, **SLIDING},
+    "Qwen3Next": {**MOE, **LINEAR},
+    "Qwen3_5Text": LINEAR,
+    "Qwen3_5MoeText": {**MOE, **LINEAR},
+    "OlmoHybrid": {**LINEAR, "linear_num_key_heads": 4},
+}
+DTYPES = (torch.bfloat16, torch.float16)
+BUDGETS = (16, 32, 64)
+HORIZON = 15
+
+
+class SetAccuracyGenerator(hf_ddtree.TreeCandidateGenerator):
+    """Drafts like a calibrated drafter: at each depth the right token has rank `r` with probability `a (1 - a)^r`.
+
+    Args:
+        sequence: Tokens of the prompt and of what plain decoding makes of it.
+        vocab_size: What else it drafts is drawn from the tokens below.
+        accuracy: `a`, how often its first guess at a depth is right.
+        shape: As in `DDTreeConfig.tree_shape`.
+    """
+
+    def __init__(self, sequence: Tensor, vocab_size: int, accuracy: float, shape: str = "best_first") -> None:
+        super().__init__()
+        self._sequence = sequence.tolist()
+        self._vocab_size = vocab_size
+        self._accuracy = accuracy
+        self._shape = shape
+        self._random = random.Random(0)
+
+    def propose(self, context: hf_ddtree.DraftContext, budget: int) -> list[hf_ddtree.DraftTree]:
+        top_k = 8
+        emitted = context.input_ids[0].tolist()
+        truth = self._sequence[len(emitted) :] if emitted == self._sequence[: len(emitted)] else []
+        token_ids = torch.tensor([self._random.sample(range(self._vocab_size), top_k) for _ in range(HORIZON)])
+        for candidates, right in zip(token_ids, truth):
+            rank = int(math.log(1 - self._random.random(), 1 - self._accuracy))
+            candidates[candidates == right] = candidates[min(rank, top_k - 1)]
+            if rank < top_k:
+                candidates[rank] = right
+        log_probs = torch.tensor([math.log(self._accuracy) + r * math.log(1 - self._accuracy) for r in range(top_k)])
+        return [build_tree(log_probs.expand(HORIZON, -1), token_ids, emitted[-1], budget, shape=self._shape)]
+
+
+def make_model(family: str, device: str, dtype: torch.dtype, layers: int, hidden: int, vocab: int) -> PreTrainedModel:
+    """A model of a family with seeded random weights that keep activations at unit scale."""
+    config_class = getattr(transformers, f"{family}Config")
+    linear = "linear_num_key_heads" in FAMILIES[family]
+    if linear or family in ("Gemma3Text", "GptOss"):
+        other = "linear_attention" if linear else "sliding_attention"
+        layer_types = {"layer_types": [other if i % 4 != 3 else "full_attention" for i in range(layers)]}
+    else:
+        layer_types = {}
+    torch.manual_seed(0)
+    config = config_class(
+        **{
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": 7 * hidden // 2,
+            "moe_intermediate_size": hidden,
+            "shared_expert_intermediate_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": max(4, hidden // 128),
+            "num_key_value_heads": 2,
+            "head_dim": max(16, min(128, hidden // 4)),
+            "linear_key_head_dim": max(16, min(128, hidden // 4)),
+            "linear_value_head_dim": max(16, min(128, hidden // 4)),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
+        | layer_types
+        | FAMILIES[family]
+    )
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "conv1d" not in name:
+            parameter.data.normal_(std=0.3 if "embed_tokens" in name else 1.3 / math.sqrt(parameter.shape[-1]))
+    return model
+
+
+def compare(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> dict[str, Any]:
+    """Tree decoding against plain decoding: where they part, and whether that is a near tie."""
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    plain = model.generate(prompt, max_new_tokens=new_tokens, **options)
+    start, vocab_size = prompt.shape[1], model.config.get_text_config().vocab_size
+    generator = SetAccuracyGenerator(plain.sequences[0], vocab_size, accuracy=0.6)
+    tree = model.generate(
+        prompt,
+        max_new_tokens=new_tokens,
+        **options,
+        generation_strategy="ddtree",
+        tree_budget=24,
+        candidate_generator=generator,
+    )
+    logits, by_tree = torch.cat(plain.logits).float(), torch.cat(tree.logits).float()
+    at_once = [
+        one(plain.sequences[:, :-1]).logits[0, start - 1 :].float() for one in (model, copy.deepcopy(model).float())
+    ]
+    noise = max(float((logits - other).abs().max()) for other in at_once)
+    same = (plain.sequences == tree.sequences)[0, start:]
+    first = new_tokens if bool(same.all()) else int(same.int().argmin())
+    seen = min(first + 1, new_tokens)
+    result = {
+        "first_difference": None if first == new_tokens else first,
+        "noise": noise,
+        "largest_error": float((logits[:seen] - by_tree[:seen]).abs().max()),
+        "tokens_per_forward": tree.ddtree_stats.tokens_per_forward,
+        "gap": 0.0,
+    }
+    if first < new_tokens:
+        one, other = (int(output.sequences[0, start + first]) for output in (plain, tree))
+        result["gap"] = float(logits[first, one] - logits[first, other])
+    # Plain decoding and tree decoding may be off by the noise each, wherever one logit is compared with another.
+    result["passed"] = result["gap"] <= 2 * noise and result["largest_error"] <= 2 * noise
+    return result
+
+
+def check_families(device: str, quick: bool) -> list[dict[str, Any]]:
+    layers, hidden, vocab, new_tokens = (4, 64, 128, 16) if quick else (8, 512, 4096, 96)
+    rows = []
+    for family in FAMILIES:
+        for dtype in DTYPES:
+            model = make_model(family, device, dtype, layers, hidden, vocab)
+            prompt = torch.arange(1, 41, device=device)[None] % vocab
+            rows.append({"family": family, "dtype": str(dtype).split(".")[1], **compare(model, prompt, new_tokens)})
+    return rows
+
+
+def waits_in(call: Callable[[], Any]) -> int | None:
+    """How often a call makes the host wait for the GPU; None without one."""
+    if not torch.cuda.is_available():
+        call()
+        return None
+    call()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
+def peak_memory_of(call: Callable[[], Any]) -> int | None:
+    """Bytes that a call allocates on the GPU at most; None without one."""
+    if not torch.cuda.is_available():
+        call()
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+class Bench:
+    """A target, what it is asked, and each way to decode it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: list[Tensor],
+        new_tokens: int,
+        drafter: Any = None,
+        accuracy: float = 0.7,
+    ) -> None:
+        self._model = model
+        self.prompts = prompts
+        self.new_tokens = new_tokens
+        self._drafter = drafter
+        self._accuracy = accuracy
+        self._plain = [self.decode("plain", index).sequences[0] for index in range(len(prompts))]
+
+    def decode(self, method: str, index: int, new_tokens: int | None = None) -> Any:
+        """Decodes a prompt by `"plain"`, `"chain"`, or `"tree B"` with a budget of `B` nodes."""
+        arguments: dict[str, Any] = {}
+        if method != "plain":
+            budget = HORIZON if method == "chain" else int(method.split()[1])
+            arguments = {"generation_strategy": "dflash" if method == "chain" else "ddtree", "tree_budget": budget}
+            if self._drafter is not None:
+                arguments["assistant_model"] = self._drafter
+            else:
+                shape = "chain" if method == "chain" else "best_first"
+                vocab_size = self._model.config.get_text_config().vocab_size
+                arguments["candidate_generator"] = SetAccuracyGenerator(
+                    self._plain[index], vocab_size, self._accuracy, shape
+                )
+        return self._model.generate(
+            self.prompts[index],
+            max_new_tokens=new_tokens or self.new_tokens,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            **arguments,
+        )
+
+    def speed(self) -> list[dict[str, Any]]:
+        """Tokens a second of every method, methods alternating."""
+        methods = ["plain", "chain", *(f"tree {budget}" for budget in BUDGETS)]
+        seconds: dict[str, list[float]] = {method: [] for method in methods}
+        lengths: dict[str, list[int]] = {method: [] for method in methods}
+        agreeing = dict.fromkeys(methods, 0)
+        for method in methods:
+            self.decode(method, 0, new_tokens=min(16, self.new_tokens))
+        for index, expected in enumerate(self._plain):
+            shift = index % len(methods)
+            for method in methods[shift:] + methods[:shift]:
+                start = time.perf_counter()
+                output = self.decode(method, index)
+                sequence = output.sequences[0].tolist()  # waits for the GPU
+                seconds[method].append(time.perf_counter() - start)
+                lengths[method] += [1] if method == "plain" else output.ddtree_stats.accepted_lengths
+                agreeing[method] += sequence == expected.tolist()
+        return [
+            {
+                "method": method,
+                "tokens_per_second": self.new_tokens / statistics.median(seconds[method]),
+                "speedup": statistics.median(p / s for p, s in zip(seconds["plain"], seconds[method])),
+                "tokens_per_forward": statistics.mean(lengths[method]),
+                "identical": f"{agreeing[method]}/{len(self._plain)}",
+            }
+            for method in methods
+        ]
+
+    def waits_per_round(self, method: str) -> float | None:
+        """Waits of a long call less those of a short one, for each round in between."""
+        rounds, waits = [], []
+        for new_tokens in (2, self.new_tokens):
+            stats = self.decode(method, 0, new_tokens).ddtree_stats
+            rounds.append(stats.target_forwards)
+            waits.append(waits_in(lambda new_tokens=new_tokens: self.decode(method, 0, new_tokens)))
+        return None if None in waits else (waits[1] - waits[0]) / (rounds[1] - rounds[0])
+
+    def bytes_per_node(self, small: int = 32, large: int = 256) -> float | None:
+        """Memory of a round of many nodes less that of one of few, for each node in between."""
+        few, many = (peak_memory_of(lambda n=n: self.decode(f"tree {n}", 0, 4)) for n in (small, large))
+        return None if few is None or many is None else (many - few) / (large - small)
+
+
+def make_benches(device: str, quick: bool) -> dict[str, Bench]:
+    dtype = torch.float32 if quick else torch.bfloat16
+    model, drafter, tokenizer = hf_ddtree.load_demo(dtype=dtype)
+    texts = [entry["prompt"] for entry in demo_prompts()[: 2 if quick else 12]]
+    prompts = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
+    new_tokens = 16 if quick else 256
+    size = (4, 64, 128) if quick else (24, 1024, 32000)
+    hybrid = make_model("Qwen3_5Text", device, dtype, *size)
+    random_prompts = [torch.randint(1, size[2], (1, 64), device=device) for _ in range(1 if quick else 3)]
+    return {
+        "the pair that ships": Bench(model.to(device), prompts, new_tokens, drafter.to(device)),
+        f"a random hybrid, {hybrid.num_parameters() / 1e9:.2g} B": Bench(hybrid, random_prompts, new_tokens),
+    }
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=120).print(table)
+
+
+def main(
+    device: Annotated[str, typer.Option(help="Where to run.")] = "cuda",
+    quick: Annotated[bool, typer.Option(help="Tiny models and few tokens, to see that the script works.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Where to write the figures as JSON.")] = None,
+) -> None:
+    transformers.logging.set_verbosity_error()
+    start = time.perf_counter()
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine(),
+        "quick": quick,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_ddtree": hf_ddtree.__version__,
+        "families": check_families(device, quick),
+        "rounds": [],
+        "speed": {},
+    }
+    show("tree against plain decoding", report["families"])
+    for name, bench in make_benches(device, quick).items():
+        report["rounds"].append(
+            {
+                "target": name,
+                "waits_per_round (chain)": bench.waits_per_round("chain"),
+                "waits_per_round (tree 32)": bench.waits_per_round("tree 32"),
+                "bytes_per_node": bench.bytes_per_node(),
+            }
+        )
+        report["speed"][name] = bench.speed()
+        show(f"speed, {name}", report["speed"][name])
+    show("rounds", report["rounds"])
+    report["seconds"] = time.perf_counter() - start
+    print(f"{report['device']}: {report['seconds']:.0f} s")
+    if output is not None:
+        output.write_text(json.dumps(report, indent=1) + "\n")
+    failed = [f"{row['family']} in {row['dtype']}" for row in report["families"] if not row["passed"]]
+    if failed:
+        raise SystemExit(f"Tree decoding differs from plain decoding by more than noise: {', '.join(failed)}.")
+
+
+if __name__ == "__main__":
+    typer.run(main)
