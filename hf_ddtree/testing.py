@@ -1,11 +1,15 @@
-"""Candidate generators whose accuracy is set and not learned, for tests and benchmarks."""
+"""For tests and benchmarks: candidate generators whose accuracy is set and not learned, and near ties told apart."""
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .candidate_generators.base import DraftContext, TreeCandidateGenerator
 from .draft_tree import DraftTree
@@ -81,3 +85,54 @@ class OracleTreeCandidateGenerator(TreeCandidateGenerator):
     def _distinct_tokens(self, count: int, without: int | None) -> list[int]:
         candidates = [token for token in range(self._vocab_size) if token != without]
         return self._random.sample(candidates, min(count, len(candidates)))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An output by tree next to plain decoding's, where both are subject to rounding.
+
+    Attributes:
+        step: The first token that differs, counted from the first generated one; None if all are equal.
+        gap: By how much plain decoding's logit of its own token there is above that of the other; None if none
+            differs, infinite if one output ends there.
+        deviation: Greatest difference between their logits, up to the first token that differs and at it.
+        noise: Greatest difference that rounding makes without any tree: between the logits of plain decoding's tokens
+            fed one at a time and fed all together.
+    """
+
+    step: int | None
+    gap: float | None
+    deviation: float
+    noise: float
+
+
+@torch.no_grad()
+def compare(model: PreTrainedModel, plain: GenerateDecoderOnlyOutput, tree: GenerateDecoderOnlyOutput) -> Comparison:
+    """Compares an output by tree with plain decoding's in a precision where rounding can tip near ties.
+
+    Both are computed from other sums of the same terms. If rounding moves no logit by more than `noise`, a token can
+    only differ where plain decoding's two candidates are at most `2 * noise` apart.
+
+    Args:
+        model: The target.
+        plain, tree: What `generate()` returned for one prompt without padding, by greedy search with
+            `return_dict_in_generate=True` and `output_logits=True`.
+    """
+    one_at_a_time, by_tree = (torch.cat(output.logits).float() for output in (plain, tree))
+    first = plain.sequences.shape[1] - len(one_at_a_time)
+    together = model(plain.sequences[:, :-1]).logits[0, first - 1 :].float()
+    tokens, other_tokens = (output.sequences[0, first:].tolist() for output in (plain, tree))
+    step = gap = None
+    if tokens != other_tokens:
+        shorter = min(len(tokens), len(other_tokens))
+        step = next((step for step in range(shorter) if tokens[step] != other_tokens[step]), shorter)
+        # An output that ends where the other goes on is no matter of logits.
+        ends = step == shorter
+        gap = math.inf if ends else float(one_at_a_time[step, tokens[step]] - one_at_a_time[step, other_tokens[step]])
+    compared = min(len(tokens), len(other_tokens), math.inf if step is None else step + 1)
+    return Comparison(
+        step=step,
+        gap=gap,
+        deviation=float((by_tree[:compared] - one_at_a_time[:compared]).abs().max()),
+        noise=float((together - one_at_a_time).abs().max()),
+    )
