@@ -32,7 +32,7 @@ from hf_ddtree.demo import demo_prompts
 from hf_ddtree.testing import compare
 
 PAIR = files("hf_ddtree") / "demo_pair"
-# The projections whose width the 4-bit kernels do not divide. A list of one's own replaces the default one, which holds
+# The projections whose width the 4-bit kernels do not divide. A list of one's own replaces the default one, which is
 # the output head.
 NOT_IN_4_BIT = ["in_proj_a", "in_proj_b", "lm_head"]
 
@@ -104,6 +104,15 @@ def main(
     _, _, tokenizer = hf_ddtree.load_demo()
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}
     options |= {"return_dict_in_generate": True, "output_logits": True}
+    machine = {
+        "cpu": next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+        "avx512_bf16": bool(has_avx512bf16()),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "transformers", "bitsandbytes")},
+        "hf_ddtree": hf_ddtree.__version__,
+    }
+    setting = {"prompts": prompts, "max_new_tokens": max_new_tokens, "budget": budget, "dequantize": dequantize}
     summary, rows = {}, {}
     for name in methods or METHODS:
         model, drafter = load_pair(*METHODS[name], dequantize)
@@ -117,18 +126,11 @@ def main(
             lengths = tree.ddtree_stats.accepted_lengths
             rows[name].append(vars(compare(model, plain, tree)) | {"accepted_lengths": lengths})
         summary[name] = summarise(rows[name])
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            report = {"machine": machine, **setting, "summary": summary, "rows": rows}
+            output.write_text(json.dumps(report, indent=1) + "\n")
     show(summary)
-    if output is not None:
-        machine = {
-            "cpu": next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
-            "avx512_bf16": bool(has_avx512bf16()),
-            "threads": torch.get_num_threads(),
-            "python": platform.python_version(),
-            **{package: version(package) for package in ("torch", "transformers", "bitsandbytes", "hf-ddtree")},
-        }
-        setting = {"prompts": prompts, "max_new_tokens": max_new_tokens, "budget": budget, "dequantize": dequantize}
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({"machine": machine, **setting, "summary": summary, "rows": rows}) + "\n")
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Token-tree speculative decoding for Transformers' `generate()`: the same tokens in fewer forwards of the model."""
 
 from .candidate_generators import DFlashTreeCandidateGenerator, DraftContext, TreeCandidateGenerator
+from .checking import CheckReport, check
 from .configuration import DDTreeConfig
 from .demo import load_demo
 from .draft_tree import DraftTree
@@ -12,6 +13,7 @@ from .strategy import ddtree
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckReport",
     "DDTreeConfig",
     "DDTreeOutput",
     "DDTreeStats",
@@ -19,6 +21,7 @@ __all__ = [
     "DraftContext",
     "DraftTree",
     "TreeCandidateGenerator",
+    "check",
     "ddtree",
     "load_demo",
     "load_drafter",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import torch
@@ -85,6 +86,56 @@ def demo(
     else:
         console.print(f"[bold red]Not identical[/] on {identical.count(False)} of {len(identical)} prompts.")
         raise typer.Exit(code=1)
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="The target: a repository of the Hub or a folder.")],
+    drafter: Annotated[str | None, typer.Option(help="A drafter: a repository of the Hub or a folder.")] = None,
+    tree_budget: Annotated[int, typer.Option(min=1, help="Most nodes drafted in a round.")] = 16,
+    context_length: Annotated[int, typer.Option(min=1, help="Tokens in the cache.")] = 4096,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
+) -> None:
+    """Say whether a model can be decoded by tree, what that needs, and whether a drafter fits. Reads no weights.
+
+    The exit status is 1 if the model is not supported or the drafter does not fit.
+    """
+    logging.set_verbosity_error()
+    try:
+        report = hf_ddtree.check(model, drafter, tree_budget=tree_budget, context_length=context_length)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        Console(highlight=False).print(_report_table(report))
+    if not report.supported or report.drafter_fits is False:
+        raise typer.Exit(code=1)
+
+
+def _report_table(report: hf_ddtree.CheckReport) -> Table:
+    table = Table("", report.model, show_lines=True)
+    verdict = Text("supported", style="bold green") if report.supported else Text("not supported", style="bold red")
+    table.add_row("tree decoding", verdict if report.reason is None else verdict + Text(f": {report.reason}"))
+    table.add_row("family", report.family + (f", {report.model_class}" if report.model_class else ""))
+    layers = [f"{layer.count} {layer.kind or ''} ({', '.join(layer.modules)})" for layer in report.layers]
+    table.add_row("layers", Text("\n".join(layers)))
+    table.add_row("attn_implementation", report.attn_implementation)
+    if report.memory is not None:
+        memory = asdict(report.memory)
+        where = f"{memory.pop('nodes')} nodes behind {memory.pop('context_length')} tokens"
+        parts = [f"{size / 2**20:9.2f} MiB  {name.replace('_', ' ')}" for name, size in memory.items() if size]
+        total = f"{report.memory.total / 2**20:9.2f} MiB  for {where}, {report.memory.per_node / 2**10:.1f} KiB a node"
+        table.add_row("memory of a tree", "\n".join([*parts, total]))
+    if report.drafter is not None:
+        fit = {True: "fits", False: "does not fit", None: "not known"}[report.drafter_fits]
+        reason = "" if report.drafter_reason is None else f": {report.drafter_reason}"
+        table.add_row("drafter", Text(f"{report.drafter} {fit}{reason}"))
+    for note in report.notes:
+        table.add_row("note", Text(note))
+    if report.call is not None:
+        table.add_row("call", Text(report.call))
+    return table
 
 
 @dataclass

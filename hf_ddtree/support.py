@@ -230,7 +230,7 @@ def check_positions(model: PreTrainedModel, input_ids: Tensor, max_length: int |
     Raises:
         ValueError: If the model has such an embedding and the sequences may reach the position where it changes.
     """
-    limit = _first_changing_position(model)
+    limit = first_changing_position(model)
     if limit is None:
         return
     highest = None if max_length is None else int(position_ids.max()) + max_length - input_ids.shape[1]
@@ -243,7 +243,7 @@ def check_positions(model: PreTrainedModel, input_ids: Tensor, max_length: int |
         )
 
 
-def _first_changing_position(model: PreTrainedModel) -> int | None:
+def first_changing_position(model: PreTrainedModel) -> int | None:
     """The number of positions up to which the rotary embeddings stay as they are; None if they always do."""
     config = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}

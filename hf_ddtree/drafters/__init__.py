@@ -1,6 +1,13 @@
 """Drafter architectures, the checkpoint formats they come in, and how they are loaded."""
 
 from .dflash import DFlashConfig, DFlashContextCache, DFlashDraftModel
-from .loading import check_drafter_fits, load_drafter
+from .loading import check_checkpoint_fits, check_drafter_fits, load_drafter
 
-__all__ = ["DFlashConfig", "DFlashContextCache", "DFlashDraftModel", "check_drafter_fits", "load_drafter"]
+__all__ = [
+    "DFlashConfig",
+    "DFlashContextCache",
+    "DFlashDraftModel",
+    "check_checkpoint_fits",
+    "check_drafter_fits",
+    "load_drafter",
+]

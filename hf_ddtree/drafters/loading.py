@@ -53,9 +53,39 @@ def load_drafter(
     options.pop("trust_remote_code")
     location = {key: options[key] for key in _HUB_KWARGS if key in options}
     raw_config, _ = PreTrainedConfig.get_config_dict(path_or_repo_id, **location)
+    return format_of(path_or_repo_id, raw_config).load(path_or_repo_id, raw_config, target_model, options).eval()
+
+
+def check_checkpoint_fits(
+    path_or_repo_id: str | os.PathLike[str], target_model: PreTrainedModel
+) -> PreTrainedConfig | None:
+    """Checks that a drafter fits a target, from the drafter's `config.json` alone.
+
+    Args:
+        path_or_repo_id: As of `load_drafter`.
+        target_model: The target, whose weights may be on the meta device.
+
+    Returns:
+        The drafter's configuration; None if only its weights can tell.
+
+    Raises:
+        ValueError: If the format is not supported, or the drafter does not fit.
+        OSError: If there is no such folder or repository.
+    """
+    raw_config, _ = PreTrainedConfig.get_config_dict(path_or_repo_id)
+    check = format_of(path_or_repo_id, raw_config).check
+    return None if check is None else check(path_or_repo_id, raw_config, target_model)
+
+
+def format_of(path_or_repo_id: str | os.PathLike[str], raw_config: dict[str, Any]) -> CheckpointFormat:
+    """The format of a checkpoint with this `config.json`.
+
+    Raises:
+        ValueError: If it has none that is known.
+    """
     for checkpoint_format in FORMATS:
         if checkpoint_format.matches(raw_config):
-            return checkpoint_format.load(path_or_repo_id, raw_config, target_model, options).eval()
+            return checkpoint_format
     architectures, model_type = raw_config.get("architectures") or [], raw_config.get("model_type")
     raise ValueError(
         f"The checkpoint {str(path_or_repo_id)!r} is no drafter that can be loaded: it has `architectures` "
@@ -70,10 +100,13 @@ class CheckpointFormat(NamedTuple):
         matches: Whether the contents of a `config.json` are of this format.
         load: Loads the drafter from its folder or repository, given the contents of `config.json`, the target (or
             None), and keywords of `from_pretrained`.
+        check: Checks that it fits a target, given the same without keywords, and returns its configuration; None if
+            only the weights can tell.
     """
 
     matches: Callable[[dict[str, Any]], bool]
     load: Callable[[str | os.PathLike[str], dict[str, Any], PreTrainedModel | None, dict[str, Any]], PreTrainedModel]
+    check: Callable[[str | os.PathLike[str], dict[str, Any], PreTrainedModel], PreTrainedConfig] | None = None
 
 
 def load_dflash(
@@ -100,6 +133,15 @@ def load_dflash(
     return drafter if move_to is None else drafter.to(move_to)
 
 
+def check_dflash(
+    path_or_repo_id: str | os.PathLike[str], raw_config: dict[str, Any], target_model: PreTrainedModel
+) -> DFlashConfig:
+    """Checks that a DFlash drafter fits a target."""
+    config = read_drafter_config(raw_config, path_or_repo_id)
+    _check_config_fits(config, target_model)
+    return config
+
+
 def refuse_speculators(
     path_or_repo_id: str | os.PathLike[str],
     raw_config: dict[str, Any],
@@ -120,7 +162,7 @@ def _is_dflash(raw_config: dict[str, Any]) -> bool:
 # The first that matches is taken.
 FORMATS = [
     CheckpointFormat(lambda raw_config: "speculators_model_type" in raw_config, refuse_speculators),
-    CheckpointFormat(_is_dflash, load_dflash),
+    CheckpointFormat(_is_dflash, load_dflash, check_dflash),
 ]
 
 

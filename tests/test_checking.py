@@ -1,0 +1,286 @@
+"""`hf_ddtree.check`: the right verdict on configurations of published models, and the memory that a tree takes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_config, make_model
+from transformers import AutoConfig, PreTrainedModel, Qwen3Config
+from typer.testing import CliRunner
+
+import hf_ddtree
+from hf_ddtree.cli import app
+from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.draft_tree import DraftTree
+from hf_ddtree.drafters import DFlashConfig, DFlashDraftModel
+from hf_ddtree.rows import CommittedRows
+from hf_ddtree.verification import FeatureRecorder, recording_past, verify
+
+CONFIGS = Path(__file__).parent / "configs"
+PAIR = Path(hf_ddtree.__file__).parent / "demo_pair"
+# Public values of each model; what it is loaded with, its attention implementation, and its layers.
+SUPPORTED = {
+    "Qwen3-8B": ("Qwen3ForCausalLM", "sdpa", {"full_attention": 36}),
+    "Qwen3-Next-80B-A3B-Instruct": ("Qwen3NextForCausalLM", "sdpa", {"linear_attention": 36, "full_attention": 12}),
+    "Qwen3.5-9B": ("Qwen3_5ForCausalLM", "sdpa", {"linear_attention": 24, "full_attention": 8}),
+    "Llama-3.1-8B": ("LlamaForCausalLM", "sdpa", {None: 32}),
+    "gemma-3-27b-it": ("Gemma3ForConditionalGeneration", "sdpa", {"sliding_attention": 52, "full_attention": 10}),
+    "gpt-oss-20b": ("GptOssForCausalLM", "eager", {"sliding_attention": 12, "full_attention": 12}),
+    "Mistral-7B-v0.1": ("MistralForCausalLM", "sdpa", {None: 32}),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", "sdpa", {None: 61}),
+    "Olmo-Hybrid-7B": ("OlmoHybridForCausalLM", "sdpa", {"linear_attention": 24, "full_attention": 8}),
+    "Phi-3-mini-128k-instruct": ("Phi3ForCausalLM", "sdpa", {None: 32}),
+}
+REFUSED = {
+    "MiniMax-Text-01": ("keeps a state", {"MiniMaxLightningAttention": 70, "MiniMaxAttention": 10}),
+    "rwkv-4-7b-pile": ("keeps a state", {"RwkvSelfAttention": 32}),
+    "flan-t5-xl": ("encoder-decoder", {"T5Block": 24}),
+    "bloom-7b1": ("positions", {"BloomAttention": 30}),
+    "gpt-neo-2.7B": ("by their index", {"GPTNeoAttention": 32}),
+}
+NODES, CONTEXT = 65, 4096
+
+
+def published(name: str, folder: Path) -> str:
+    """A folder with the model's configuration and nothing else."""
+    (folder / "config.json").write_text((CONFIGS / f"{name}.json").read_text())
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def check_published(tmp_path_factory):
+    """What `check` says of a published model, asked once."""
+
+    @cache
+    def check(name: str) -> hf_ddtree.CheckReport:
+        folder = published(name, tmp_path_factory.mktemp(name))
+        return hf_ddtree.check(folder, tree_budget=NODES - 1, context_length=CONTEXT)
+
+    return check
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_published_models_that_work(name, check_published):
+    model_class, attention, layers = SUPPORTED[name]
+    report = check_published(name)
+    assert report.supported and report.reason is None
+    assert (report.model_class, report.attn_implementation) == (model_class, attention)
+    assert {layer.kind: layer.count for layer in report.layers} == layers
+    assert f"attn_implementation={attention!r}" in report.call and report.model in report.call
+    compile(report.call, "call", "exec")
+    json.dumps(report.to_dict())
+    assert not report.notes or name == "Phi-3-mini-128k-instruct"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_published_models_that_do_not(name, check_published):
+    reason, modules = REFUSED[name]
+    report = check_published(name)
+    assert not report.supported and reason in report.reason
+    assert report.memory is None and report.call is None
+    assert {layer.modules[0]: layer.count for layer in report.layers} == modules
+
+
+# Worked out by hand from the values in the configurations, with two bytes a number but four in recurrences.
+BY_HAND = {
+    # 36 layers with keys and values of 8 heads of 128; a mask of bytes and the ancestor mask.
+    "Qwen3-8B": {
+        "keys_and_values": 36 * 2 * 8 * 128 * 2 * NODES,
+        "recurrent": 0,
+        "logits": 151936 * 2 * NODES,
+        "masks": NODES * (CONTEXT + NODES) + NODES * NODES,
+    },
+    # 12 layers of 2 heads of 256. The other 36: the convolution's inputs, and for each of 32 heads the decay, the
+    # stacked queries and keys (2 * 128) and the updates (128).
+    "Qwen3-Next-80B-A3B-Instruct": {
+        "keys_and_values": 12 * 2 * 2 * 256 * 2 * NODES,
+        "recurrent": 36 * NODES * ((2 * 16 + 32) * 128 * 2 + 32 * (1 + 2 * 128 + 128) * 4),
+        "logits": 151936 * 2 * NODES,
+        "masks": NODES * (CONTEXT + NODES) + NODES * NODES,
+    },
+    # Masks that are added to scores, in two bytes; the sliding ones see 127 cached keys.
+    "gpt-oss-20b": {
+        "keys_and_values": 24 * 2 * 8 * 64 * 2 * NODES,
+        "recurrent": 0,
+        "logits": 201088 * 2 * NODES,
+        "masks": 2 * NODES * (CONTEXT + NODES + 127 + NODES) + NODES * NODES,
+    },
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_memory_worked_out_by_hand(name, check_published):
+    report = check_published(name)
+    for part, expected in BY_HAND[name].items():
+        assert getattr(report.memory, part) == pytest.approx(expected, rel=0.02), part
+    assert report.memory.total == pytest.approx(sum(BY_HAND[name].values()), rel=0.02)
+    assert report.memory.per_node == report.memory.total // NODES
+
+
+@pytest.mark.parametrize("budget", [16, 64])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_memory_is_what_the_shipped_pair_takes(budget, attention):
+    """Against all memory of tensors that is there after a verification and was not there before, and the masks."""
+    model, drafter, _ = hf_ddtree.load_demo()
+    model.set_attn_implementation(attention)
+    report = hf_ddtree.check(model, drafter, tree_budget=budget, context_length=300)
+    assert report.drafter_fits
+
+    tokens = torch.randint(3, 500, (1, 300), generator=torch.Generator().manual_seed(0))
+    masks = []
+    with torch.no_grad():
+        filled = model(tokens, use_cache=True)[CACHE_KEY]
+        positions = torch.arange(301)[None]
+        rows = CommittedRows(300, {"position_ids": positions}, 1, model.device)
+        recorder = FeatureRecorder(model, drafter.config.target_layer_ids)
+        tree = DraftTree.from_parents(list(range(budget + 1)), [-1] + [0] * budget)
+        kwargs = {CACHE_KEY: filled, "use_cache": True, "position_ids": positions, "attention_mask": None}
+        hook = model.register_forward_pre_hook(lambda *call: masks.append(call[2]["attention_mask"]), with_kwargs=True)
+        with recording_past(filled):
+            before = allocated_bytes()
+            verification = verify(model, [tree], rows, kwargs, recorder)
+            hook.remove()
+            mask = next(mask for mask in masks.pop().values() if mask is not None)
+            measured = allocated_bytes() - before
+    assert verification.outputs.logits.shape[1] == budget + 1
+    assert mask.nbytes == (budget + 1) * (300 + budget + 1) * (1 if attention == "sdpa" else 4)
+    assert report.memory.total == pytest.approx(measured, rel=0.15)
+    assert report.memory.features == verification.features.nbytes
+    assert report.memory.logits == verification.outputs.logits.nbytes
+
+
+def allocated_bytes() -> int:
+    """Bytes of all memory on the CPU that tensors lie in."""
+    gc.collect()
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.device.type == "cpu"
+    }
+    return sum(storages.values())
+
+
+def test_a_loaded_model_with_attention_that_cannot_mask_a_tree():
+    model = make_model("llama", "eager")
+    model.config._attn_implementation = "flash_attention_2"
+    try:
+        report = hf_ddtree.check(model)
+    finally:
+        model.config._attn_implementation = "eager"
+    assert not report.supported and "flash_attention_2" in report.reason
+    assert report.attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_configuration_stays_as_it_is():
+    config = make_config("qwen3_next")
+    before = config.to_dict()
+    report = hf_ddtree.check(config)
+    assert report.supported and report.family == "qwen3_next"
+    assert config.to_dict() == before
+
+
+def test_drafters(tmp_path):
+    target = str(PAIR / "target")
+    assert hf_ddtree.check(target, str(PAIR / "drafter")).drafter_fits is True
+    report = hf_ddtree.check(make_config("qwen3_5"), PAIR / "drafter")
+    assert report.supported and report.drafter_fits is False
+    assert "hidden_size" in report.drafter_reason and "DRAFTER" in report.call
+
+    config = DFlashConfig(
+        **{**Qwen3Config(hidden_size=32, num_hidden_layers=1, vocab_size=64).to_dict(), "model_type": "x"},
+        target_layer_ids=[0, 2],
+        mask_token_id=1,
+        num_target_layers=3,
+    )
+    with torch.device("meta"):
+        loaded = DFlashDraftModel(config)
+    report = hf_ddtree.check(make_config("llama"), loaded, tree_budget=4)
+    assert report.drafter_fits and report.memory.features == 5 * 2 * 32 * 4
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
+    report = hf_ddtree.check(target, tmp_path)
+    assert report.drafter_fits is False and "is no drafter" in report.drafter_reason
+
+
+def test_models_that_transformers_does_not_know(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-like-it"}))
+    report = hf_ddtree.check(tmp_path)
+    assert not report.supported and "does not know" in report.reason
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip_vision_model"}))
+    report = hf_ddtree.check(tmp_path)
+    assert not report.supported and "no class that generates text" in report.reason
+    with pytest.raises(OSError):
+        hf_ddtree.check(tmp_path / "missing")
+    with pytest.raises(TypeError, match="`model` must be"):
+        hf_ddtree.check(3)
+    with pytest.raises(ValueError, match="context_length"):
+        hf_ddtree.check(make_config("llama"), context_length=0)
+
+
+@pytest.mark.parametrize(
+    "quantization, note",
+    [
+        ({"load_in_8bit": True}, "outlier columns"),
+        ({"load_in_8bit": True, "llm_int8_threshold": 0.0}, None),
+        ({"load_in_4bit": True}, "in_proj_a, in_proj_b"),
+        ({"load_in_4bit": True, "llm_int8_skip_modules": ["in_proj_a", "in_proj_b", "lm_head"]}, None),
+    ],
+)
+def test_notes_on_quantization(quantization, note):
+    config = AutoConfig.from_pretrained(PAIR / "target")
+    config.quantization_config = {"quant_method": "bitsandbytes", **quantization}
+    notes = hf_ddtree.check(config).notes
+    assert len(notes) == (note is not None)
+    assert note is None or note in notes[0]
+
+
+def test_no_weights_are_read_and_none_are_made(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("Weights were read.")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
+    before = allocated_bytes()
+    assert hf_ddtree.check(PAIR / "target", PAIR / "drafter").supported
+    assert allocated_bytes() - before < 2**20
+
+
+class TestCommand:
+    def run(self, *arguments):
+        before = logging.getLogger("transformers").level
+        try:
+            return CliRunner().invoke(app, ["check", *map(str, arguments)], env={"COLUMNS": "120"})
+        finally:
+            logging.getLogger("transformers").setLevel(before)
+
+    def test_table(self):
+        result = self.run(PAIR / "target", "--drafter", PAIR / "drafter", "--tree-budget", "64")
+        assert result.exit_code == 0, result.output
+        for text in ("supported", "9 linear_attention (Qwen3_5GatedDeltaNet)", "65 nodes", "fits", "load_drafter"):
+            assert text in result.output
+
+    def test_json(self):
+        result = self.run(PAIR / "target", "--json", "--tree-budget", "64")
+        report = json.loads(result.stdout)
+        assert report == json.loads(json.dumps(hf_ddtree.check(PAIR / "target", tree_budget=64).to_dict()))
+        assert report["memory"]["nodes"] == 65 and report["memory"]["total"] > 64 * report["memory"]["per_node"]
+
+    def test_not_supported(self, tmp_path):
+        result = self.run(published("rwkv-4-7b-pile", tmp_path))
+        assert result.exit_code == 1 and "not supported" in result.output and "RwkvSelfAttention" in result.output
+        assert self.run(tmp_path, "--json").exit_code == 1
+
+    def test_a_drafter_that_does_not_fit(self, tmp_path):
+        result = self.run(published("Mistral-7B-v0.1", tmp_path), "--drafter", PAIR / "drafter")
+        assert result.exit_code == 1 and "does not fit" in result.output
+
+    def test_nothing_there(self, tmp_path):
+        result = self.run(tmp_path / "missing")
+        assert result.exit_code == 2
