@@ -246,7 +246,7 @@ def _layer_kinds(model: PreTrainedModel) -> tuple[LayerKind, ...]:
     config = model.config.get_text_config()
     depth = config.num_hidden_layers
     lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
-    layers: Sequence[nn.Module] = next((layers for layers in lists if len(layers) == depth), [])
+    layers: list[nn.Module] = next((list(found) for found in lists if len(found) == depth), [])
     kinds = getattr(config, "layer_types", None) or [None] * depth
     counts: Counter[tuple[str | None, tuple[str, ...]]] = Counter()
     for kind, layer in zip(kinds, layers):
