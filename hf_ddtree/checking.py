@@ -33,7 +33,7 @@ from .configuration import DDTreeConfig
 from .draft_tree import DraftTree
 from .drafters import check_checkpoint_fits
 from .rows import CommittedRows
-from .support import check_target, first_changing_position
+from .support import check_target, first_changing_position, layer_types
 from .verification import FeatureRecorder, recording_past, verify
 
 AUTO_CLASSES = (
@@ -87,7 +87,8 @@ class LayerKind:
     """Decoder layers that are alike.
 
     Attributes:
-        kind: Its entry in the configuration's `layer_types`; None if there is no such list.
+        kind: Its entry in the configuration's `layer_types`, or what Transformers infers where there is no such list;
+            None if that is not known.
         modules: Classes of the modules that mix its tokens.
         count: How many there are.
     """
@@ -247,7 +248,8 @@ def _layer_kinds(model: PreTrainedModel) -> tuple[LayerKind, ...]:
     depth = config.num_hidden_layers
     lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
     layers: list[nn.Module] = next((list(found) for found in lists if len(found) == depth), [])
-    kinds = getattr(config, "layer_types", None) or [None] * depth
+    is_told = getattr(config, "layer_types", None) is not None or not model._is_stateful
+    kinds: Sequence[str | None] = layer_types(config) if is_told else [None] * depth
     counts: Counter[tuple[str | None, tuple[str, ...]]] = Counter()
     for kind, layer in zip(kinds, layers):
         modules = tuple(name for child in layer.children() if MIXER_NAMES.search(name := type(child).__name__))
@@ -349,7 +351,7 @@ def _dry_run(model: PreTrainedModel, nodes: int, context_length: int, layer_ids:
 def _lengthen(cache: DynamicCache, length: int) -> None:
     """Makes a cache on the meta device as long as after that many tokens."""
     for layer in cache.layers:
-        if isinstance(layer, DynamicLayer):
+        if isinstance(layer, DynamicLayer) and layer.is_initialized:
             kept = length
             if isinstance(layer, DynamicSlidingWindowLayer):
                 kept = min(length, layer.sliding_window - 1)

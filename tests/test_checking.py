@@ -29,13 +29,13 @@ SUPPORTED = {
     "Qwen3-8B": ("Qwen3ForCausalLM", "sdpa", {"full_attention": 36}),
     "Qwen3-Next-80B-A3B-Instruct": ("Qwen3NextForCausalLM", "sdpa", {"linear_attention": 36, "full_attention": 12}),
     "Qwen3.5-9B": ("Qwen3_5ForCausalLM", "sdpa", {"linear_attention": 24, "full_attention": 8}),
-    "Llama-3.1-8B": ("LlamaForCausalLM", "sdpa", {None: 32}),
+    "Llama-3.1-8B": ("LlamaForCausalLM", "sdpa", {"full_attention": 32}),
     "gemma-3-27b-it": ("Gemma3ForConditionalGeneration", "sdpa", {"sliding_attention": 52, "full_attention": 10}),
     "gpt-oss-20b": ("GptOssForCausalLM", "eager", {"sliding_attention": 12, "full_attention": 12}),
-    "Mistral-7B-v0.1": ("MistralForCausalLM", "sdpa", {None: 32}),
-    "DeepSeek-V3": ("DeepseekV3ForCausalLM", "sdpa", {None: 61}),
+    "Mistral-7B-v0.1": ("MistralForCausalLM", "sdpa", {"sliding_attention": 32}),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", "sdpa", {"full_attention": 61}),
     "Olmo-Hybrid-7B": ("OlmoHybridForCausalLM", "sdpa", {"linear_attention": 24, "full_attention": 8}),
-    "Phi-3-mini-128k-instruct": ("Phi3ForCausalLM", "sdpa", {None: 32}),
+    "Phi-3-mini-128k-instruct": ("Phi3ForCausalLM", "sdpa", {"sliding_attention": 32}),
 }
 REFUSED = {
     "MiniMax-Text-01": ("keeps a state", {"MiniMaxLightningAttention": 70, "MiniMaxAttention": 10}),
