@@ -90,8 +90,10 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self.state = state or DFlashState()
         self._embeddings = target_model.get_input_embeddings()
         self._head = target_model.get_output_embeddings()
-        self._horizon = drafter.config.block_size - 1
-        self._draft_length = min(self.config.draft_length or self._horizon, self._horizon)
+        horizon = drafter.config.draft_length
+        self._draft_length = min(self.config.draft_length or horizon, horizon)
+        target_token_ids = drafter.target_token_ids
+        self._target_token_ids = None if target_token_ids is None else target_token_ids.cpu()
 
     def start(self, cached_ids: Tensor, num_cached: int) -> None:
         super().start(cached_ids, num_cached)
@@ -110,9 +112,12 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
         self._remember(context)
         hidden_states = self._draft(context.input_ids[:, -1:])
-        logits = self.drafter.compute_logits(hidden_states[:, 1 : 1 + self._draft_length], self._head)
+        first = self.drafter.config.first_slot
+        logits = self.drafter.compute_logits(hidden_states[:, first : first + self._draft_length], self._head)
         top_k = min(budget, self.config.tree_top_k or budget)
         log_probs, token_ids = top_candidates(logits, top_k)
+        if self._target_token_ids is not None:
+            token_ids = self._target_token_ids[token_ids]
 
         start = time.perf_counter()
         trees = [
@@ -140,7 +145,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         """Hidden states `(batch, block, hidden_size)` of a block behind all of the context."""
         state, device = self.state, self.drafter.device
         batch_size, num_new = len(roots), 0 if state.features is None else state.features.shape[1]
-        block = roots.new_full((batch_size, self._horizon + 1), self.drafter.config.mask_token_id)
+        block = roots.new_full((batch_size, self.drafter.config.block_size), self.drafter.config.mask_token_id)
         block[:, :1] = roots
         positions = torch.arange(-num_new, block.shape[1], device=device)
         if len(set(state.root_positions)) == len(set(state.num_features)) == 1:

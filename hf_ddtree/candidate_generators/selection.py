@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig, describe_type
-from ..drafters import DFlashDraftModel
+from ..drafters import DFlashDraftModel, is_native, view_native
 from .base import TreeCandidateGenerator
 from .dflash import DFlashTreeCandidateGenerator
 
@@ -25,9 +25,17 @@ class DrafterKind(NamedTuple):
     make: Callable[[Any, PreTrainedModel, DDTreeConfig, Any], TreeCandidateGenerator]
 
 
+def make_native_generator(
+    drafter: PreTrainedModel, target_model: PreTrainedModel, config: DDTreeConfig, state: Any = None
+) -> DFlashTreeCandidateGenerator:
+    """The generator for a DFlash drafter that Transformers has a model class for."""
+    return DFlashTreeCandidateGenerator(view_native(drafter, target_model), target_model, config, state)
+
+
 # The first that matches is taken.
 DRAFTER_KINDS = [
     DrafterKind(lambda drafter: isinstance(drafter, DFlashDraftModel), DFlashTreeCandidateGenerator),
+    DrafterKind(is_native, make_native_generator),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from .dflash import DFlashConfig, DFlashContextCache, DFlashDraftModel
 from .loading import check_checkpoint_fits, check_drafter_fits, load_drafter
+from .native import is_native, view_native
 
 __all__ = [
     "DFlashConfig",
@@ -9,5 +10,7 @@ __all__ = [
     "DFlashDraftModel",
     "check_checkpoint_fits",
     "check_drafter_fits",
+    "is_native",
     "load_drafter",
+    "view_native",
 ]

@@ -2,7 +2,8 @@
 
 What the target's layers gave for the tokens it has seen (the context) enters every layer as keys and values in front
 of the block's own. The block is `[root, mask, mask, ...]`, and slot `i` predicts the token at offset `i` of the root.
-Embeddings and output head are the target's. Weights are named as in the checkpoints that z-lab publishes.
+Embeddings are the target's, and so is the output head, unless the drafter's vocabulary is but a part of the target's.
+Weights are named as in the checkpoints that z-lab publishes and that the speculators library writes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ class DFlashConfig(Qwen3Config):
     """A Qwen3 config, for the drafter's own layers, and what DFlash adds to it.
 
     Args:
-        block_size: Slots of a block, the root's included: the drafter predicts `block_size - 1` tokens.
+        block_size: Slots of a block, the root's included. The drafter predicts `draft_length` tokens.
         target_layer_ids: Decoder layers of the target, from 0, whose outputs are the context features, in order.
             `evenly_spaced_layers` by default.
         mask_token_id: The token of the target's vocabulary whose embedding stands for a slot to predict.
         num_target_layers: Decoder layers of the target.
         is_causal: Whether a slot sees only earlier slots. None: in layers with a sliding window only.
+        window_from_root: Whether every slot sees all of the block, as far as `is_causal` lets it, and the
+            `sliding_window` last tokens of the context. Otherwise a window reaches back from each slot.
+        sample_from_anchor: Whether slot `i` predicts the token at offset `i + 1`, so that the root's slot predicts one
+            as well, and not the token at offset `i`.
+        draft_vocab_size: Tokens that the drafter can predict, if it has an output head of its own for a part of the
+            target's vocabulary. None if it has the target's.
         input_embedding_scale: Factor on the target's embedding weights.
         output_multiplier: Factor on the logits.
         final_logit_softcapping: Bound `c` of `c * tanh(logits / c)`, applied after the factor; None or 0 for no bound.
@@ -45,6 +52,9 @@ class DFlashConfig(Qwen3Config):
     mask_token_id: int | None = None
     num_target_layers: int | None = None
     is_causal: bool | None = None
+    window_from_root: bool = False
+    sample_from_anchor: bool = False
+    draft_vocab_size: int | None = None
     input_embedding_scale: int | float = 1.0
     output_multiplier: int | float = 1.0
     final_logit_softcapping: int | float | None = None
@@ -54,6 +64,16 @@ class DFlashConfig(Qwen3Config):
             self.target_layer_ids = evenly_spaced_layers(self.num_target_layers, self.num_hidden_layers)
         super().__post_init__(**kwargs)
         self._check_values()
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts the token at offset 1."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def draft_length(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size - self.first_slot
 
     def _check_values(self) -> None:
         if self.block_size < 2:
@@ -193,7 +213,13 @@ class DFlashContextCache:
 
 
 def _block_mask(
-    block: int, context: int, window: int | None, is_causal: bool, context_mask: Tensor | None, device: torch.device
+    block: int,
+    context: int,
+    window: int | None,
+    window_from_root: bool,
+    is_causal: bool,
+    context_mask: Tensor | None,
+    device: torch.device,
 ) -> Tensor | None:
     """What a block may see: `(batch or 1, 1, block, context + block)` bool, or None if that is everything.
 
@@ -211,7 +237,9 @@ def _block_mask(
     visible = torch.ones_like(distance, dtype=torch.bool)
     if is_causal:
         visible &= distance >= 0
-    if window is not None:
+    if window is not None and window_from_root:
+        visible[:, :, :context] &= before_root[:, None] <= window
+    elif window is not None:
         visible &= distance.abs() < window
     if context_mask is not None:
         visible[:, :, :context] &= context_mask[:, None].bool()
@@ -235,6 +263,7 @@ class DFlashAttention(nn.Module):
         self.is_grouped = config.num_attention_heads != config.num_key_value_heads
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.window = config.sliding_window if is_sliding else None
+        self.window_from_root = config.window_from_root
         self.is_causal = is_sliding if config.is_causal is None else config.is_causal
         queries, keys = (heads * self.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
@@ -262,14 +291,22 @@ class DFlashAttention(nn.Module):
         key = self.k_norm(self._split_heads(self.k_proj(source))).transpose(1, 2)
         key, value = _rotate(key, cos, sin), self._split_heads(self.v_proj(source)).transpose(1, 2)
 
-        reach = None if self.window is None or context_mask is not None else self.window - 1
+        reach = None
+        if self.window is not None and context_mask is None:
+            reach = self.window if self.window_from_root else self.window - 1
         if cache is not None:
             key, value = cache._append(self.layer_idx, torch.stack((key, value)), num_context, reach)
         if reach is not None and attention_mask is None:
             key, value = key[:, :, -(reach + length) :], value[:, :, -(reach + length) :]
         if attention_mask is None:
             attention_mask = _block_mask(
-                length, key.shape[2] - length, self.window, self.is_causal, context_mask, block.device
+                length,
+                key.shape[2] - length,
+                self.window,
+                self.window_from_root,
+                self.is_causal,
+                context_mask,
+                block.device,
             )
         attended = F.scaled_dot_product_attention(
             query, key, value, attention_mask, scale=self.scaling, enable_gqa=self.is_grouped
@@ -296,7 +333,7 @@ class DFlashLayer(nn.Module):
 
 
 class DFlashDraftModel(PreTrainedModel):
-    """The DFlash drafter. It has neither embeddings nor an output head: both are the target's.
+    """The DFlash drafter. It uses the target's embeddings, and its output head unless `draft_vocab_size` is set.
 
     Raises:
         ValueError: If the config does not say which target layers to read.
@@ -307,6 +344,8 @@ class DFlashDraftModel(PreTrainedModel):
     main_input_name = "inputs_embeds"
     _no_split_modules = ["DFlashLayer"]
     _supports_sdpa = True
+    # What the speculators library writes of the target's.
+    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\.", r"^verifier_", "^t2d$", "^d2t$"]
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -320,12 +359,23 @@ class DFlashDraftModel(PreTrainedModel):
         self.layers = nn.ModuleList(DFlashLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            # What to add to a token of the drafter's vocabulary to have that of the target's.
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.post_init()
 
     @property
     def device(self) -> torch.device:
         """Where the drafter computes, which is not where its weights are if they are offloaded."""
         return execution_device(self)
+
+    @property
+    def target_token_ids(self) -> Tensor | None:
+        """`(draft_vocab_size,)` int64, the drafter's vocabulary in tokens of the target; None if it has them all."""
+        if self.config.draft_vocab_size is None:
+            return None
+        return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
 
     def embed(self, token_ids: Tensor, target_embeddings: nn.Embedding) -> Tensor:
         """Embeddings of a block, as this drafter was trained to see them.
@@ -365,8 +415,8 @@ class DFlashDraftModel(PreTrainedModel):
                 everything else that decides it. For training, where many blocks share one pass.
 
         Returns:
-            `(batch, block, hidden_size)`; slot `i` predicts the token at offset `i` from the root. See
-            `compute_logits`.
+            `(batch, block, hidden_size)`; the slots from `config.first_slot` on predict the tokens that follow the
+            root. See `compute_logits`.
 
         Raises:
             ValueError: If `position_ids` or `context_mask` do not cover what they must.
@@ -395,10 +445,18 @@ class DFlashDraftModel(PreTrainedModel):
         return self.norm(hidden_states)
 
     def compute_logits(self, hidden_states: Tensor, lm_head: nn.Module) -> Tensor:
-        """Logits of `(..., hidden_size)` by the target's output head, with this drafter's factor and bound.
+        """Logits of `(..., hidden_size)` by the output head, with this drafter's factor and bound.
 
-        On the device and in the dtype of the head.
+        Args:
+            hidden_states: From `forward`.
+            lm_head: The target's output head. A drafter with a head of its own uses that.
+
+        Returns:
+            `(..., vocab_size)`, or `(..., draft_vocab_size)` in the order of `target_token_ids`; on the device and in
+            the dtype of the head.
         """
+        if self.config.draft_vocab_size is not None:
+            lm_head = self.lm_head
         logits = head_logits(lm_head, hidden_states)
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier

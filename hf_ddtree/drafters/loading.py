@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ..placement import execution_device
 from .dflash import DFlashConfig, DFlashDraftModel
+from .native import NATIVE_MODEL_TYPES, read_native_config
+from .speculators import check_vocabulary, is_speculators, read_speculators_config
 
 # Keywords of `from_pretrained` that say where the files are.
 _HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -23,7 +25,10 @@ _DFLASH_SETTINGS = (
     "output_multiplier",
     "final_logit_softcapping",
 )
-_SUPPORTED = "Supported are DFlash checkpoints as z-lab publishes them and drafters saved by this package."
+_SUPPORTED = (
+    "Supported are DFlash checkpoints as z-lab publishes them, as the speculators library writes them and as "
+    "Transformers has a model class for, and drafters saved by this package."
+)
 
 
 def load_drafter(
@@ -115,8 +120,8 @@ def load_dflash(
     target_model: PreTrainedModel | None,
     options: dict[str, Any],
 ) -> DFlashDraftModel:
-    """Loads a DFlash drafter, as z-lab publishes it or as this package saves it."""
-    config = read_drafter_config(raw_config, path_or_repo_id)
+    """Loads a DFlash drafter, whoever wrote it."""
+    config = _read_config(raw_config, path_or_repo_id)
     move_to = None
     if target_model is not None:
         _check_config_fits(config, target_model)
@@ -130,6 +135,8 @@ def load_dflash(
             f"The checkpoint {str(path_or_repo_id)!r} lacks {len(missing)} of the drafter's weights, e.g. "
             f"{missing[0]!r}. Download it again, or check that its config.json belongs to its weights."
         )
+    if drafter.target_token_ids is not None:
+        check_vocabulary(drafter.target_token_ids, config, path_or_repo_id)
     return drafter if move_to is None else drafter.to(move_to)
 
 
@@ -137,31 +144,55 @@ def check_dflash(
     path_or_repo_id: str | os.PathLike[str], raw_config: dict[str, Any], target_model: PreTrainedModel
 ) -> DFlashConfig:
     """Checks that a DFlash drafter fits a target."""
-    config = read_drafter_config(raw_config, path_or_repo_id)
+    config = _read_config(raw_config, path_or_repo_id)
     _check_config_fits(config, target_model)
     return config
 
 
-def refuse_speculators(
+def load_native(
     path_or_repo_id: str | os.PathLike[str],
     raw_config: dict[str, Any],
     target_model: PreTrainedModel | None,
     options: dict[str, Any],
 ) -> PreTrainedModel:
-    """Refuses a checkpoint in the speculators format."""
-    kind = f"the speculators format ({raw_config['speculators_model_type']!r})"
-    raise ValueError(f"The checkpoint {str(path_or_repo_id)!r} is in {kind}, which is not supported. {_SUPPORTED}")
+    """Loads a drafter of a class that Transformers has."""
+    if target_model is None:
+        return AutoModel.from_pretrained(path_or_repo_id, **options)
+    check_native(path_or_repo_id, raw_config, target_model)
+    options.setdefault("dtype", target_model.dtype)
+    drafter = AutoModel.from_pretrained(path_or_repo_id, **options)
+    return drafter if "device_map" in options else drafter.to(execution_device(target_model.get_output_embeddings()))
+
+
+def check_native(
+    path_or_repo_id: str | os.PathLike[str], raw_config: dict[str, Any], target_model: PreTrainedModel
+) -> PreTrainedConfig:
+    """Checks that a drafter of a class that Transformers has fits a target."""
+    if raw_config["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(
+            f"The checkpoint {str(path_or_repo_id)!r} has `model_type` {raw_config['model_type']!r}, which this "
+            "version of Transformers does not know. Install a newer one."
+        )
+    config = CONFIG_MAPPING[raw_config["model_type"]].from_dict(raw_config)
+    _check_config_fits(read_native_config(config, target_model.config.get_text_config()), target_model)
+    return config
+
+
+def _read_config(raw_config: dict[str, Any], path_or_repo_id: str | os.PathLike[str]) -> DFlashConfig:
+    if is_speculators(raw_config):
+        return read_speculators_config(raw_config, path_or_repo_id)
+    return read_drafter_config(raw_config, path_or_repo_id)
 
 
 def _is_dflash(raw_config: dict[str, Any]) -> bool:
-    return raw_config.get("model_type") == DFlashConfig.model_type or bool(
-        {"DFlashDraftModel", "DFlash2DraftModel"}.intersection(raw_config.get("architectures") or [])
-    )
+    if is_speculators(raw_config) or raw_config.get("model_type") == DFlashConfig.model_type:
+        return True
+    return bool({"DFlashDraftModel", "DFlash2DraftModel"}.intersection(raw_config.get("architectures") or []))
 
 
 # The first that matches is taken.
 FORMATS = [
-    CheckpointFormat(lambda raw_config: "speculators_model_type" in raw_config, refuse_speculators),
+    CheckpointFormat(lambda raw_config: raw_config.get("model_type") in NATIVE_MODEL_TYPES, load_native, check_native),
     CheckpointFormat(_is_dflash, load_dflash, check_dflash),
 ]
 
