@@ -40,11 +40,12 @@ clean:
 	.venv/bin/python $(PIP_INSTALL) -c constraints.txt -e .
 	touch $@
 
-# dflash is the reference that the drafter is tested against, xgrammar (with apache-tvm-ffi) a library of grammars.
-# Their other dependencies are heavy, and no test needs them.
+# dflash and speculators (with loguru and pydantic-settings) are the references that drafters are tested against,
+# xgrammar (with apache-tvm-ffi) is a library of grammars. Their other dependencies are heavy, and no test needs them.
 .venv/dev.stamp: .venv/user.stamp
 	.venv/bin/python $(PIP_INSTALL) -c constraints.txt -e ".[dev]"
-	.venv/bin/python $(PIP_INSTALL) --no-deps dflash==0.1.0 xgrammar==0.2.9 apache-tvm-ffi==0.1.15.post2
+	.venv/bin/python $(PIP_INSTALL) --no-deps dflash==0.1.0 xgrammar==0.2.9 apache-tvm-ffi==0.1.15.post2 \
+		speculators==0.9.0 loguru==0.7.3 pydantic-settings==2.16.3
 	touch $@
 
 # constraints.txt, except where constraints-oldest.txt says otherwise.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
 from hf_ddtree.drafters import DFlashConfig, DFlashDraftModel
 
 
-def make_drafter(target: PreTrainedModel, kind: str = "full_attention", block_size: int = 6) -> DFlashDraftModel:
-    """Two layers of one kind that read the first and the last layer of the target."""
+def make_drafter(
+    target: PreTrainedModel, kind: str = "full_attention", block_size: int = 6, **settings: Any
+) -> DFlashDraftModel:
+    """Two layers of one kind that read the first and the last layer of the target; its own vocabulary is at random."""
     config = target.config.get_text_config()
     with torch.random.fork_rng():
         torch.manual_seed(7)
@@ -30,6 +34,10 @@ def make_drafter(target: PreTrainedModel, kind: str = "full_attention", block_si
                 num_target_layers=config.num_hidden_layers,
                 mask_token_id=config.vocab_size - 1,
                 initializer_range=0.3,
+                **settings,
             )
         )
+        if drafter.config.draft_vocab_size is not None:
+            kept = torch.randperm(config.vocab_size)[: drafter.config.draft_vocab_size]
+            drafter.d2t = kept - torch.arange(len(kept))
     return drafter.eval().requires_grad_(False)

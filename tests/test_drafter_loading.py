@@ -135,7 +135,7 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]}, "speculators format .'dflash'."),
+        ({"speculators_model_type": "eagle3"}, "speculators format with `speculators_model_type` 'eagle3'"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 drafter"),
         ({"dflash_config": {"selector_rank": 8, "mask_token_id": 5}}, "DFlash 2 drafter"),
         ({"architectures": ["Qwen3ForCausalLM"]}, r"no drafter.*\['Qwen3ForCausalLM'\].*'qwen3'"),

@@ -21,6 +21,8 @@ def view_native(assistant_model: PreTrainedModel, target_model: PreTrainedModel)
     """A drafter made of the modules of a native one, and so with its weights, which are not copied.
 
     Its layers are those of DFlash under other names. The native forward takes but one row, and its cache no padding.
+    A drafter that reads the target's last layer gets what that layer gives. In Transformers' own loop it gets what the
+    target's final norm makes of it.
     """
     with torch.device("meta"):
         view = DFlashDraftModel(read_native_config(assistant_model.config, target_model.config.get_text_config()))
