@@ -1,0 +1,56 @@
+"""The examples that show how to spread models and data."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from hf_ddtree import load_demo
+from hf_ddtree.demo import demo_prompts
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(*command):
+    finished = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600)
+    assert finished.returncode == 0, finished.stdout + finished.stderr[-4000:]
+    return finished.stdout
+
+
+def test_the_plan_for_two_gpus():
+    output = run(EXAMPLES / "two_gpus.py")
+    assert 53 < float(re.search(r"weights ([\d.]+) GB", output)[1]) < 56
+    together = [float(size) for size in re.findall(r"together ([\d.]+) GB of 48.0 GB", output)]
+    assert len(together) == 2 and max(together) < 48 and "It fits" in output
+
+
+def test_the_plan_on_cpu_and_disk():
+    output = run(EXAMPLES / "two_gpus.py", "--cpu")
+    assert int(re.search(r"(\d+) tensors are on the disk", output)[1]) > 10
+    assert "The tokens are identical" in output
+
+
+def test_data_parallel(tmp_path):
+    """By two processes, of which one prompt is left to each by a run that was interrupted."""
+    already_done = [1]
+    entries = demo_prompts()[:3]
+    prompts, completions = tmp_path / "prompts.jsonl", tmp_path / "completions.jsonl"
+    prompts.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    lines = (json.dumps({"line": line, "completion": "kept"}) + "\n" for line in already_done)
+    (tmp_path / "completions.jsonl.part3").write_text("".join(lines))
+    output = run(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLES / "data_parallel.py"),
+        *(prompts, completions, "--max-new-tokens", "12"),
+    )
+    left = len(entries) - len(already_done)
+    assert f"{left} of 3 prompts were left, 2 processes" in output
+    model, _, tokenizer = load_demo()
+    expected = []
+    for number, entry in enumerate(entries):
+        inputs = tokenizer(entry["prompt"], return_tensors="pt")
+        plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
+        text = "kept" if number in already_done else tokenizer.decode(plain, skip_special_tokens=True)
+        expected.append({**entry, "completion": text})
+    assert [json.loads(line) for line in completions.read_text().splitlines()] == expected
+    assert not list(tmp_path.glob("*.part*"))
