@@ -159,7 +159,9 @@ class _CommittedPaths:
         self._num_cached = num_cached
         self._indices: dict[tuple[Any, ...], Tensor] = {}
         self.is_empty = not any(paths)
-        self.is_whole_tree = all(len(path) == num_nodes for path in paths)
+        # Then what was fed is in its place already: behind each row's entries, if all rows have as many.
+        is_level = bool((before == before[0]).all())
+        self.is_whole_tree = is_level and all(len(path) == num_nodes for path in paths)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The padded paths `(batch, longest)`, and their lengths `(batch,)` unless all are equally long."""

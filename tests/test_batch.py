@@ -9,6 +9,7 @@ from families import VOCAB_SIZE, WINDOW, first_implementation, make_config, make
 from random_drafter import make_drafter
 from same_output import assert_close
 from scipy.stats import chisquare
+from side_by_side import make_prompt
 from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
@@ -326,3 +327,33 @@ def test_the_drafter_s_context_is_bounded(kind):
                 assert_close(tree.log_probs, trees[row].log_probs)
         # Where the same row leads throughout, the context is as long as that row and nothing is dropped.
         assert any(later < earlier for earlier, later in zip(contexts, contexts[1:])) == rotates
+
+
+class Lagging(TreeCandidateGenerator):
+    """Drafts the truth for the first row in the first rounds, then nothing for anyone, while rows are apart."""
+
+    def __init__(self, sequences):
+        super().__init__()
+        self._sequences, self._rounds = sequences, 0
+
+    def propose(self, context, budget):
+        self._rounds += 1
+        trees = [DraftTree.root_only(token) for token in context.input_ids[:, -1].tolist()]
+        if self._rounds <= 2:
+            done = context.root_positions[0] + 1
+            chain = self._sequences[0, done - 1 : done + 3].tolist()
+            trees[0] = DraftTree.from_parents(chain, list(range(-1, len(chain) - 1)))
+        return trees
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
+def test_rows_that_are_apart_and_draft_nothing(family):
+    """A round that accepts all that was fed still finds rows of different lengths."""
+    model = make_model(family, first_implementation(family))
+    prompt = torch.cat([make_prompt(seed) for seed in range(3)])
+    plain = model.generate(prompt, max_new_tokens=24, do_sample=False)
+    tree = model.generate(
+        prompt, max_new_tokens=24, do_sample=False, generation_strategy="ddtree", candidate_generator=Lagging(plain)
+    )
+    assert tree.tolist() == plain.tolist()
