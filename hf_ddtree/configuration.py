@@ -8,9 +8,11 @@ from numbers import Integral
 from typing import Any, Literal, get_args
 
 TreeShape = Literal["best_first", "spine_first", "chain"]
+TreeProbabilities = Literal["conditional", "marginal"]
 # Most nodes of a tree.
 MOST_NODES = 4096
 TREE_SHAPES: tuple[str, ...] = get_args(TreeShape)
+TREE_PROBABILITIES: tuple[str, ...] = get_args(TreeProbabilities)
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class DDTreeConfig:
         tree_shape: How the budget is spent. `"best_first"` takes the most probable prefixes (DDTree,
             arXiv:2604.12989), `"spine_first"` takes the whole top-1 chain and then the most probable of the other
             prefixes, `"chain"` takes the top-1 chain alone.
+        tree_probabilities: `"conditional"` takes the probability of a token given the one before it where the drafter
+            knows it, as DFlash 2 does; `"marginal"` never does.
         tree_top_k: Most candidate tokens considered at each depth. By default as many as can matter under the budget.
         draft_length: Depth of the deepest node. By default as deep as the drafter looks ahead.
         return_trees: Whether the output's `ddtree_stats` keeps the tree of every round.
@@ -32,6 +36,7 @@ class DDTreeConfig:
 
     tree_budget: int = 16
     tree_shape: TreeShape = "best_first"
+    tree_probabilities: TreeProbabilities = "conditional"
     tree_top_k: int | None = None
     draft_length: int | None = None
     return_trees: bool = False
@@ -44,6 +49,9 @@ class DDTreeConfig:
                 "has an entry for each pair of them. Budgets beyond a few hundred hardly ever pay."
             )
         require_tree_shape("tree_shape", self.tree_shape)
+        if self.tree_probabilities not in TREE_PROBABILITIES:
+            allowed = ", ".join(map(repr, TREE_PROBABILITIES))
+            raise ValueError(f"`tree_probabilities` must be one of {allowed}, but is {self.tree_probabilities!r}.")
         if self.tree_top_k is not None:
             require_positive_int("tree_top_k", self.tree_top_k, or_none=True)
         if self.draft_length is not None:

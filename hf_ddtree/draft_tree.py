@@ -184,18 +184,18 @@ class DraftTree:
         return {edge: node for node, edge in enumerate(edges)}
 
 
-def top_candidates(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The most probable tokens at each depth, with one top-k, one log-normaliser and one transfer to the host.
+def best_tokens(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The most probable tokens at each depth, with one top-k and one log-normaliser, on the device of the logits.
 
     Args:
-        logits: `(..., depth, vocab)`, any floating dtype, any device. Leading dimensions are rows of a batch.
+        logits: `(..., depth, vocab)`, any floating dtype. Leading dimensions are rows of a batch.
         top_k: Number of candidates a depth; a smaller vocabulary gives as many as it has. A tree of `budget` nodes
             never holds a token that is not among the `budget` best of its depth.
 
     Returns:
         `log_probs (..., depth, k)` float32, descending along `k`, normalised over the whole vocabulary, -inf where
         the logits give no distribution, and
-        `token_ids (..., depth, k)` int64, both on the CPU.
+        `token_ids (..., depth, k)` int64.
 
     Raises:
         ValueError: If `top_k` is no integer of at least 1.
@@ -203,11 +203,56 @@ def top_candidates(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     require_positive_int("top_k", top_k)
     logits = logits.detach().float()
     top, token_ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    log_probs = (top - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0).nan_to_num(nan=float("-inf"))
-    if log_probs.device.type == "cpu":
-        return log_probs, token_ids
-    host = torch.stack((log_probs.view(torch.int32), token_ids.int())).cpu()
-    return host[0].view(torch.float32), host[1].long()
+    log_probs = top - logits.logsumexp(dim=-1, keepdim=True)
+    return _or_impossible(log_probs.clamp(max=0.0)), token_ids
+
+
+def top_candidates(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """`best_tokens` on the CPU, with one transfer, for `build_tree`."""
+    log_probs, token_ids = _on_host(*best_tokens(logits, top_k))
+    return log_probs, token_ids
+
+
+def conditional_candidates(log_probs: Tensor, token_ids: Tensor, pair_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Distributions given the token before, from `best_tokens` and scores of pairs of neighbours; one transfer to the
+    CPU.
+
+    The score of a pair is added to the logit of its second token. The scores of a predecessor's candidates are
+    normalised together with the mass outside of the candidates, which no pair changes.
+
+    Args:
+        log_probs, token_ids: `(..., depth, k)`, the candidates of each depth.
+        pair_scores: `(..., depth, k, k)`, by predecessor, then by token. Predecessors are the candidates of the depth
+            above in their order; at the first depth only the first row counts, which is that of the root.
+
+    Returns:
+        `log_probs (..., depth, k, k)` float32, descending along the last dimension, `token_ids` int64 and
+        `next_state` int64 of the same shape, as `build_tree` takes them. A prefix's state is the place of its last
+        token among its depth's candidates.
+    """
+    scores = log_probs[..., None, :] + pair_scores
+    outside = (1.0 - log_probs.logsumexp(dim=-1).exp()).clamp(min=0.0).log()
+    total = torch.logaddexp(scores.logsumexp(dim=-1), outside[..., None])
+    scores = _or_impossible((scores - total[..., None]).clamp(max=0.0))
+    scores, order = scores.sort(dim=-1, descending=True, stable=True)
+    token_ids, scores, next_state = _on_host(token_ids[..., None, :].expand_as(order).gather(-1, order), scores, order)
+    return scores, token_ids, next_state
+
+
+def _or_impossible(log_probs: Tensor) -> Tensor:
+    """Probability zero where there is none."""
+    return log_probs.nan_to_num(nan=-float("inf"), neginf=-float("inf"))
+
+
+def _on_host(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of one shape, float32 or int64 that fit 32 bits, on the CPU, with one transfer."""
+    if tensors[0].device.type == "cpu":
+        return list(tensors)
+    is_float = [tensor.is_floating_point() for tensor in tensors]
+    packed = torch.stack(
+        [tensor.view(torch.int32) if is_real else tensor.int() for tensor, is_real in zip(tensors, is_float)]
+    )
+    return [part.view(torch.float32) if is_real else part.long() for part, is_real in zip(packed.cpu(), is_float)]
 
 
 def build_tree(
@@ -247,7 +292,7 @@ def build_tree(
         budget: Most nodes to draft, the root excluded.
         shape: `"best_first"`, `"spine_first"` or `"chain"`.
         draft_length: Depth of the deepest node, at most (and by default) `depth`.
-        check: Whether to check the candidates. What `top_candidates` returns needs no check.
+        check: Whether to check the candidates. What `top_candidates` and `conditional_candidates` return needs none.
         next_state: `(states, k)` or `(depth, states, k)` integers below `states`. None if `log_probs` has no states.
 
     Raises:

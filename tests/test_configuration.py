@@ -13,6 +13,7 @@ def test_defaults():
     assert DDTreeConfig().to_dict() == {
         "tree_budget": 16,
         "tree_shape": "best_first",
+        "tree_probabilities": "conditional",
         "tree_top_k": None,
         "draft_length": None,
         "return_trees": False,
@@ -77,5 +78,12 @@ def test_from_kwargs_validates():
         DDTreeConfig.from_kwargs({"tree_budget": 0})
 
 
+@pytest.mark.parametrize("value", ["joint", "", None, 1])
+def test_refuses_unknown_probabilities(value):
+    with pytest.raises(ValueError, match="`tree_probabilities` must be one of 'conditional', 'marginal', but is"):
+        DDTreeConfig(tree_probabilities=value)
+
+
 def test_knobs_are_the_fields_in_order():
-    assert DDTreeConfig.knobs() == ("tree_budget", "tree_shape", "tree_top_k", "draft_length", "return_trees")
+    shape = ("tree_budget", "tree_shape", "tree_probabilities", "tree_top_k", "draft_length")
+    assert DDTreeConfig.knobs() == (*shape, "return_trees")

@@ -83,6 +83,7 @@ KNOBS = some(
     tree_shape=st.sampled_from(["best_first", "spine_first", "chain"]),
     tree_top_k=st.integers(1, 4),
     draft_length=st.integers(1, 6),
+    tree_probabilities=st.sampled_from(["conditional", "marginal"]),
 )
 DRAFTS = st.one_of(
     st.tuples(st.just("oracle"), st.sampled_from([0.0, 0.5, 0.9, 1.0])),
@@ -143,7 +144,9 @@ def drafts_of(case: Case, family: str, plain: Tensor) -> dict[str, Any]:
         vocab_size = model_of(family).config.vocab_size
         oracle = OracleTreeCandidateGenerator(plain, vocab_size, accuracy=how, seed=case["seed"])
         return {"candidate_generator": oracle}
-    return {"assistant_model": demo()[1] if family == "demo" else make_drafter(model_of(family), how)}
+    if family == "demo":
+        return {"assistant_model": demo()[1]}
+    return {"assistant_model": make_drafter(model_of(family), how, version=2 if who == "dflash2" else 1)}
 
 
 def check(family: str, case: Case) -> bool:

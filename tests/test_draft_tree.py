@@ -398,3 +398,11 @@ def test_a_certain_token_has_log_probability_zero():
 def test_top_candidates_refuses_bad_counts(top_k):
     with pytest.raises(ValueError, match="`top_k`"):
         top_candidates(torch.randn(2, 3), top_k)
+
+
+def test_tokens_without_probability_stay_impossible():
+    logits = torch.tensor([[1.0, -torch.inf, 2.0], [torch.nan, 0.0, 1.0]])
+    log_probs, token_ids = top_candidates(logits, 3)
+    assert token_ids[0].tolist() == [2, 0, 1]
+    assert log_probs[0, 2] == -torch.inf and (log_probs[1] == -torch.inf).all()
+    assert prefixes_of(build_tree(log_probs, token_ids, ROOT, 9)) == [(2,), (0,)]

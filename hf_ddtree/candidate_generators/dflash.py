@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig
-from ..draft_tree import DraftTree, build_tree, top_candidates
-from ..drafters import DFlashContextCache, DFlashDraftModel, check_drafter_fits
+from ..draft_tree import DraftTree, best_tokens, build_tree, conditional_candidates, top_candidates
+from ..drafters import DFlash2DraftModel, DFlashContextCache, DFlashDraftModel, check_drafter_fits
 from .base import DraftContext, TreeCandidateGenerator
 
 
@@ -58,7 +58,8 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
 
     The block holds the root and one mask token for each position to predict. What the target's hooked layers gave for
     the committed tokens enters the drafter's layers as keys and values in front of the block's, and is kept in the
-    drafter's own cache.
+    drafter's own cache. If the drafter has a candidate selector, as DFlash 2 has, trees are built on the probability
+    of each token given the one before it.
 
     Args:
         drafter: The drafter, on any device and in any dtype.
@@ -111,21 +112,33 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
     @torch.no_grad()
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
         self._remember(context)
-        hidden_states = self._draft(context.input_ids[:, -1:])
+        roots = context.input_ids[:, -1]
         first = self.drafter.config.first_slot
-        logits = self.drafter.compute_logits(hidden_states[:, first : first + self._draft_length], self._head)
-        top_k = min(budget, self.config.tree_top_k or budget)
-        log_probs, token_ids = top_candidates(logits, top_k)
+        hidden_states = self._draft(roots[:, None])[:, first : first + self._draft_length]
+        log_probs, token_ids, *next_state = self._candidates(hidden_states, roots, budget)
         if self._target_token_ids is not None:
             token_ids = self._target_token_ids[token_ids]
 
         start = time.perf_counter()
-        trees = [
-            build_tree(row_log_probs, row_token_ids, root, budget, shape=self.config.tree_shape, check=False)
-            for row_log_probs, row_token_ids, root in zip(log_probs, token_ids, context.input_ids[:, -1].tolist())
-        ]
+        trees = []
+        for row, root in enumerate(roots.tolist()):
+            state = next_state[0][row] if next_state else None
+            shape = self.config.tree_shape
+            trees.append(build_tree(log_probs[row], token_ids[row], root, budget, shape, None, False, state))
         self.build_seconds += time.perf_counter() - start
         return trees
+
+    def _candidates(self, hidden_states: Tensor, roots: Tensor, budget: int) -> tuple[Tensor, ...]:
+        """What `build_tree` needs, for each row: log-probabilities and tokens; and next states, if the drafter knows
+        how probable a token is after another, and trees are to be built on that."""
+        logits = self.drafter.compute_logits(hidden_states, self._head)
+        most = self.config.tree_top_k
+        if not isinstance(self.drafter, DFlash2DraftModel) or self.config.tree_probabilities == "marginal":
+            return top_candidates(logits, min(budget, most or budget))
+        top_k = self.drafter.config.selector_top_k
+        log_probs, token_ids = best_tokens(logits, min(top_k, most or top_k))
+        pair_scores = self.drafter.pair_scores(hidden_states, roots, token_ids)
+        return conditional_candidates(log_probs, token_ids, pair_scores)
 
     def _remember(self, context: DraftContext) -> None:
         """Keeps what the next draft needs; a draft that follows a former call's takes up what that one left."""

@@ -340,6 +340,7 @@ class DFlashDraftModel(PreTrainedModel):
     """
 
     config_class = DFlashConfig
+    layer_class: type[DFlashLayer] = DFlashLayer
     base_model_prefix = "model"
     main_input_name = "inputs_embeds"
     _no_split_modules = ["DFlashLayer"]
@@ -356,7 +357,7 @@ class DFlashDraftModel(PreTrainedModel):
             )
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         if config.draft_vocab_size is not None:

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrained
 
 from ..placement import execution_device
 from .dflash import DFlashConfig, DFlashDraftModel
+from .dflash2 import DFlash2Config, DFlash2DraftModel
 from .native import NATIVE_MODEL_TYPES, read_native_config
 from .speculators import check_vocabulary, is_speculators, read_speculators_config
 
@@ -25,9 +26,11 @@ _DFLASH_SETTINGS = (
     "output_multiplier",
     "final_logit_softcapping",
 )
+# Those that the second version has besides, and cannot do without.
+_DFLASH2_SETTINGS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _SUPPORTED = (
-    "Supported are DFlash checkpoints as z-lab publishes them, as the speculators library writes them and as "
-    "Transformers has a model class for, and drafters saved by this package."
+    "Supported are DFlash checkpoints as z-lab publishes them (DFlash 2 included), as the speculators library writes "
+    "them and as Transformers has a model class for, and drafters saved by this package."
 )
 
 
@@ -120,7 +123,7 @@ def load_dflash(
     target_model: PreTrainedModel | None,
     options: dict[str, Any],
 ) -> DFlashDraftModel:
-    """Loads a DFlash drafter, whoever wrote it."""
+    """Loads a DFlash drafter of either version, whoever wrote it."""
     config = _read_config(raw_config, path_or_repo_id)
     move_to = None
     if target_model is not None:
@@ -128,7 +131,8 @@ def load_dflash(
         options.setdefault("dtype", target_model.dtype)
         if "device_map" not in options:
             move_to = execution_device(target_model.get_output_embeddings())
-    loaded = DFlashDraftModel.from_pretrained(path_or_repo_id, config=config, output_loading_info=True, **options)
+    model_class = DFlash2DraftModel if isinstance(config, DFlash2Config) else DFlashDraftModel
+    loaded = model_class.from_pretrained(path_or_repo_id, config=config, output_loading_info=True, **options)
     drafter, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
@@ -190,7 +194,8 @@ def _read_config(raw_config: dict[str, Any], path_or_repo_id: str | os.PathLike[
 
 
 def _is_dflash(raw_config: dict[str, Any]) -> bool:
-    if is_speculators(raw_config) or raw_config.get("model_type") == DFlashConfig.model_type:
+    own_types = (DFlashConfig.model_type, DFlash2Config.model_type)
+    if is_speculators(raw_config) or raw_config.get("model_type") in own_types:
         return True
     return bool({"DFlashDraftModel", "DFlash2DraftModel"}.intersection(raw_config.get("architectures") or []))
 
@@ -203,26 +208,27 @@ FORMATS = [
 
 
 def read_drafter_config(raw_config: dict[str, Any], path_or_repo_id: str | os.PathLike[str]) -> DFlashConfig:
-    """Turns the contents of a drafter's `config.json` into a `DFlashConfig`, whichever supported format it has.
+    """Turns the contents of a DFlash drafter's `config.json` into a config, whichever version and layout it has.
 
     Raises:
-        ValueError: If the format is not supported, or a setting is out of range.
+        ValueError: If a setting is missing or out of range.
     """
-    name = str(path_or_repo_id)
     nested = raw_config.get("dflash_config") or {}
-    architectures = raw_config.get("architectures") or []
-    if "DFlash2DraftModel" in architectures or "selector_rank" in {*nested, *raw_config}:
+    for config_class in (DFlashConfig, DFlash2Config):
+        if raw_config.get("model_type") == config_class.model_type:
+            return config_class.from_dict(raw_config)
+    is_second = "DFlash2DraftModel" in raw_config["architectures"] or "selector_rank" in {*nested, *raw_config}
+    names = _DFLASH_SETTINGS + (_DFLASH2_SETTINGS if is_second else ())
+    settings = {key: raw_config[key] for key in names if raw_config.get(key) is not None}
+    settings |= {key: nested[key] for key in names if nested.get(key) is not None}
+    if missing := [key for key in names if key in _DFLASH2_SETTINGS and key not in settings]:
         raise ValueError(
-            f"The checkpoint {name!r} is a DFlash 2 drafter ('DFlash2DraftModel'), which is not supported. "
-            f"{_SUPPORTED} Look for a DFlash drafter of the first version for the same target."
+            f"The checkpoint {str(path_or_repo_id)!r} is a DFlash 2 drafter, but its config.json has no {missing}. "
+            "Download it again, or set them, in `dflash_config` or beside it, to what it was trained with."
         )
-    if raw_config.get("model_type") == DFlashConfig.model_type:
-        return DFlashConfig.from_dict(raw_config)
-    settings = {key: raw_config[key] for key in _DFLASH_SETTINGS if raw_config.get(key) is not None}
-    settings |= {key: nested[key] for key in _DFLASH_SETTINGS if nested.get(key) is not None}
-    dropped = {"architectures", "auto_map", "dflash_config", "model_type", "transformers_version", *_DFLASH_SETTINGS}
+    dropped = {"architectures", "auto_map", "dflash_config", "model_type", "transformers_version", *names}
     kept = {key: value for key, value in raw_config.items() if key not in dropped}
-    return DFlashConfig.from_dict({**kept, **settings})
+    return (DFlash2Config if is_second else DFlashConfig).from_dict({**kept, **settings})
 
 
 def check_drafter_fits(drafter: DFlashDraftModel, target_model: PreTrainedModel) -> None:
