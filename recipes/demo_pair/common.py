@@ -73,12 +73,13 @@ class TimeBudget:
 def build_optimizers(
     named_parameters: list[tuple[str, torch.nn.Parameter]], lr: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the weight matrices inside the layers, AdamW for embeddings, norms and everything else.
+    """Muon for the weight matrices inside the layers, AdamW for whatever is looked up by token, norms and the rest.
 
     Both get the same learning rate: Muon's step is rescaled to the size of AdamW's. Every group remembers its peak
     in `peak_lr`, for `set_lr`.
     """
-    matrices = [p for name, p in named_parameters if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
+    by_token = ("embed", "lm_head", "codebook")
+    matrices = [p for name, p in named_parameters if p.ndim == 2 and not any(part in name for part in by_token)]
     chosen = {id(p) for p in matrices}
     others = [p for _, p in named_parameters if id(p) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [

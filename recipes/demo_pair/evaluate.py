@@ -15,10 +15,10 @@ from self_text import open_rows
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
-from hf_ddtree.draft_tree import build_tree, top_candidates
-from hf_ddtree.drafters import DFlashDraftModel, load_drafter
+from hf_ddtree.draft_tree import best_tokens, build_tree, conditional_candidates, top_candidates
+from hf_ddtree.drafters import DFlash2DraftModel, DFlashDraftModel, load_drafter
 
-CANDIDATES = 32
+CANDIDATES = 64
 
 
 def blocks_at(anchors: Tensor, length: int, block_size: int) -> tuple[Tensor, Tensor]:
@@ -55,13 +55,27 @@ def draft_hidden(
 
 
 @torch.no_grad()
+def candidates_at(
+    drafter: DFlashDraftModel, target: Qwen3_5ForCausalLM, tokens: Tensor, features: Tensor, anchors: Tensor
+) -> dict[str, tuple[Tensor, ...]]:
+    """What `build_tree` takes at each root of a text: "marginal" and, if the drafter has a selector, "conditional"."""
+    hidden = draft_hidden(drafter, target, tokens[None], features[None], anchors[None])[0]
+    logits = drafter.compute_logits(hidden, target.lm_head)
+    candidates: dict[str, tuple[Tensor, ...]] = {"marginal": top_candidates(logits, CANDIDATES)}
+    if isinstance(drafter, DFlash2DraftModel):
+        log_probs, token_ids = best_tokens(logits, drafter.config.selector_top_k)
+        pair_scores = drafter.pair_scores(hidden, tokens[anchors], token_ids)
+        candidates["conditional"] = conditional_candidates(log_probs, token_ids, pair_scores)
+    return candidates
+
+
 def replay(
     drafter: DFlashDraftModel,
     target: Qwen3_5ForCausalLM,
     tokens: Tensor,
     features: Tensor,
     prompt_lengths: list[int],
-    policies: dict[str, tuple[str, int]],
+    policies: dict[str, tuple[str, str, int]],
 ) -> dict[str, float]:
     """Tokens per target forward of each policy, and how often each slot is right when all before it are.
 
@@ -69,7 +83,8 @@ def replay(
         tokens: `(rows, length)` int64.
         features: `(rows, length, len(target_layer_ids) * hidden_size)`.
         prompt_lengths: The first generated token of a row is its first root.
-        policies: Name -> tree shape and node budget.
+        policies: Name -> probabilities, tree shape and node budget. Conditional ones need a drafter with a selector,
+            and are left out otherwise.
     """
     horizon = drafter.config.block_size - 1
     end = tokens.shape[1] - horizon - 1
@@ -77,34 +92,36 @@ def replay(
     reached, right = torch.zeros(horizon), torch.zeros(horizon)
     for row, first in enumerate(prompt_lengths):
         anchors = torch.arange(first, end, device=tokens.device)
-        drafts = []
-        for chunk in anchors.split(48):
-            hidden = draft_hidden(drafter, target, tokens[row, None], features[row, None], chunk[None])
-            drafts.append(top_candidates(drafter.compute_logits(hidden[0], target.lm_head), CANDIDATES))
-        log_probs, token_ids = (torch.cat(parts) for parts in zip(*drafts, strict=True))
+        drafts = [candidates_at(drafter, target, tokens[row], features[row], chunk) for chunk in anchors.split(48)]
+        candidates = {name: tuple(map(torch.cat, zip(*(d[name] for d in drafts), strict=True))) for name in drafts[0]}
         truth = tokens[row, anchors[:, None] + torch.arange(1, horizon + 1, device=tokens.device)].cpu()
-        prefix_right = (token_ids[..., 0] == truth).int().cumprod(-1)
+        prefix_right = (candidates["marginal"][1][..., 0] == truth).int().cumprod(-1)
         right += prefix_right.sum(0)
         reached += torch.cat((torch.full((1,), len(anchors)), prefix_right.sum(0)[:-1]))
-        for name, (shape, budget) in policies.items():
+        for name, (probabilities, shape, budget) in policies.items():
+            if probabilities not in candidates:
+                continue
+            log_probs, token_ids, *next_state = candidates[probabilities]
             at = 0
             while at < len(anchors):
-                tree = build_tree(log_probs[at], token_ids[at], 0, budget, shape=shape)
+                state = next_state[0][at] if next_state else None
+                tree = build_tree(log_probs[at], token_ids[at], 0, budget, shape, check=False, next_state=state)
                 node, depth = 0, 0
                 while depth < horizon and (child := tree.child_with_token(node, int(truth[at, depth]))) is not None:
                     node, depth = child, depth + 1
                 at, emitted[name], rounds[name] = at + depth + 1, emitted[name] + depth + 1, rounds[name] + 1
-    figures = {name: round(emitted[name] / rounds[name], 3) for name in policies}
+    figures = {name: round(emitted[name] / rounds[name], 3) for name in policies if rounds[name]}
     return figures | {f"right_{i + 1}": round(float(right[i] / reached[i].clamp(min=1)), 3) for i in range(horizon)}
 
 
+BUDGETS = (8, 16, 32, 64)
 POLICIES = {
-    "chain": ("chain", 11),
-    "best_first_7": ("best_first", 7),
-    "best_first_15": ("best_first", 15),
-    "best_first_31": ("best_first", 31),
-    "spine_first_15": ("spine_first", 15),
-    "spine_first_31": ("spine_first", 31),
+    "chain": ("marginal", "chain", 11),
+    "selector_chain": ("conditional", "chain", 11),
+    **{f"marginal_{budget}": ("marginal", "best_first", budget) for budget in BUDGETS},
+    **{f"conditional_{budget}": ("conditional", "best_first", budget) for budget in BUDGETS},
+    **{f"marginal_spine_{budget}": ("marginal", "spine_first", budget) for budget in BUDGETS},
+    **{f"conditional_spine_{budget}": ("conditional", "spine_first", budget) for budget in BUDGETS},
 }
 
 

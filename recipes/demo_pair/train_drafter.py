@@ -20,34 +20,39 @@ from common import (
     seed_everything,
     set_lr,
 )
-from evaluate import draft_hidden, load_held_out, replay
+from evaluate import POLICIES, draft_hidden, load_held_out, replay
 from rich.progress import Progress
 from self_text import LENGTH, open_rows
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, Qwen3_5ForCausalLM
 
-from hf_ddtree.drafters import DFlashConfig, DFlashDraftModel
+from hf_ddtree.drafters import DFlash2Config, DFlash2DraftModel, DFlashConfig, DFlashDraftModel
 
-REPORTED = {"chain": ("chain", 11), "tree_15": ("best_first", 15), "tree_31": ("best_first", 31)}
+REPORTED = ("chain", "selector_chain", "marginal_16", "conditional_16", "marginal_64", "conditional_64")
 
 
-def drafter_config(target: Qwen3_5ForCausalLM, mask_token_id: int, layers: int, block_size: int) -> DFlashConfig:
-    return DFlashConfig(
-        vocab_size=target.config.vocab_size,
-        hidden_size=target.config.hidden_size,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        head_dim=64,
-        max_position_embeddings=target.config.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        block_size=block_size,
-        target_layer_ids=TARGET_LAYER_IDS,
-        mask_token_id=mask_token_id,
-        num_target_layers=target.config.num_hidden_layers,
-    )
+def new_drafter(
+    target: Qwen3_5ForCausalLM, mask_token_id: int, version: int, layers: int, block_size: int
+) -> DFlashDraftModel:
+    settings = {
+        "vocab_size": target.config.vocab_size,
+        "hidden_size": target.config.hidden_size,
+        "intermediate_size": 512,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": target.config.max_position_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "block_size": block_size,
+        "target_layer_ids": TARGET_LAYER_IDS,
+        "mask_token_id": mask_token_id,
+        "num_target_layers": target.config.num_hidden_layers,
+    }
+    if version == 1:
+        return DFlashDraftModel(DFlashConfig(**settings))
+    return DFlash2DraftModel(DFlash2Config(**settings, selector_rank=128, selector_top_k=32))
 
 
 class SelfText:
@@ -83,11 +88,13 @@ def block_loss(
     roots: Tensor,
     gamma: float,
     soft: float,
+    selector_share: float,
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross entropy over all slots, and how often slot 1 is right.
 
     A share `soft` of it is against the target's own distribution, which its last layer's features give. Slot `k`
-    weighs `exp(-(k - 1) / gamma)`: a late slot matters only when all before it are right.
+    weighs `exp(-(k - 1) / gamma)`: a late slot matters only when all before it are right. If the drafter has a
+    selector, `selector_share` of the loss is that of the slots given the token before.
     """
     hidden = draft_hidden(drafter, target, tokens, features, roots)
     logits = drafter.compute_logits(hidden, target.lm_head)
@@ -101,18 +108,34 @@ def block_loss(
         truth = target.lm_head(target.model.norm(last)).softmax(-1)
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         truth = truth[rows, places - 1].flatten(0, 1)
-    logits = logits.flatten(0, 2)
-    hard = F.cross_entropy(logits, labels.flatten(), reduction="none")
-    against_target = F.cross_entropy(logits, truth, reduction="none")
     weights = (torch.exp(-(offsets - 1) / gamma) * inside).flatten()
-    loss = ((1 - soft) * hard + soft * against_target) @ weights / weights.sum()
-    first = logits.view(*inside.shape, -1)[:, :, 0].argmax(-1) == labels.view(inside.shape)[:, :, 0]
+
+    def cross_entropy(scores: Tensor) -> Tensor:
+        scores = scores.flatten(0, 2)
+        hard = F.cross_entropy(scores, labels.flatten(), reduction="none")
+        against_target = F.cross_entropy(scores, truth, reduction="none")
+        return ((1 - soft) * hard + soft * against_target) @ weights / weights.sum()
+
+    loss = cross_entropy(logits)
+    if isinstance(drafter, DFlash2DraftModel):
+        conditional = logits_after(drafter, hidden, logits, tokens.gather(1, places - 1).view(inside.shape))
+        loss = (1 - selector_share) * loss + selector_share * cross_entropy(conditional)
+    first = logits[:, :, 0].argmax(-1) == labels.view(inside.shape)[:, :, 0]
     return loss, first.float().mean()
+
+
+def logits_after(drafter: DFlash2DraftModel, hidden: Tensor, logits: Tensor, predecessors: Tensor) -> Tensor:
+    """The slots' logits given the tokens before them: the selector's scores added to the best candidates."""
+    selector = drafter.candidate_selector
+    before = F.embedding(predecessors, selector.predecessor_codebook) * selector.hidden_projection(hidden)
+    scores = before @ selector.successor_codebook.mT
+    candidates = logits.detach().topk(drafter.config.selector_top_k, dim=-1).indices
+    return logits + scores * torch.zeros_like(scores).scatter_(-1, candidates, 1.0)
 
 
 def export(drafter: DFlashDraftModel, folder: Path) -> None:
     """Saves a copy with weights rounded to bfloat16."""
-    rounded = DFlashDraftModel(drafter.config)
+    rounded = type(drafter)(drafter.config)
     rounded.load_state_dict(drafter.state_dict())
     rounded.to(torch.bfloat16).save_pretrained(folder)
 
@@ -124,10 +147,12 @@ def main() -> None:
     parser.add_argument("--stop-after-minutes", type=float, help="stop there, on the schedule of --minutes")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.02)
+    parser.add_argument("--version", type=int, choices=[1, 2], default=2, help="of DFlash")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--block-size", type=int, default=12)
     parser.add_argument("--gamma", type=float, default=3.0)
     parser.add_argument("--soft", type=float, default=0.25, help="share of the loss against the target's distribution")
+    parser.add_argument("--selector-share", type=float, default=0.5, help="share of the loss given the token before")
     parser.add_argument("--rows", type=int, default=4, help="texts a step")
     parser.add_argument("--anchors", type=int, default=40, help="blocks a text")
     args = parser.parse_args()
@@ -136,13 +161,14 @@ def main() -> None:
     target = Qwen3_5ForCausalLM.from_pretrained(args.work_dir / "target", dtype=torch.float32).to(device()).eval()
     target.requires_grad_(False)
     mask = AutoTokenizer.from_pretrained(args.work_dir / "target").convert_tokens_to_ids(MASK)
-    drafter = DFlashDraftModel(drafter_config(target, mask, args.layers, args.block_size)).to(device())
+    drafter = new_drafter(target, mask, args.version, args.layers, args.block_size).to(device())
     print(f"{sum(p.numel() for p in drafter.parameters()):,} parameters on {drafter.device}")
     optimizers = build_optimizers(list(drafter.named_parameters()), args.lr, args.weight_decay)
     feature_size = len(TARGET_LAYER_IDS) * target.config.hidden_size
     texts = SelfText(args.work_dir, feature_size)
     held_out = load_held_out(args.work_dir, feature_size, rows=8)
     budget, step = TimeBudget(args.minutes * 60), 0
+    reported = {name: POLICIES[name] for name in REPORTED}
     stop_after = 60 * (args.stop_after_minutes or args.minutes)
 
     checkpoint = args.work_dir / "drafter_checkpoint.pt"
@@ -162,7 +188,7 @@ def main() -> None:
         while not budget.exhausted and budget.elapsed < stop_after:
             set_lr(optimizers, budget.lr_factor())
             batch = texts.batch(args.rows, args.anchors, args.block_size - 1, generator)
-            loss, first_right = block_loss(drafter, target, *batch, args.gamma, args.soft)
+            loss, first_right = block_loss(drafter, target, *batch, args.gamma, args.soft, args.selector_share)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             for optimizer in optimizers:
@@ -193,10 +219,10 @@ def main() -> None:
                 }
                 save_atomically(state, checkpoint)
                 export(drafter, args.work_dir / "drafter")
-                log.write(json.dumps(replay(drafter, target, *held_out, REPORTED)) + "\n")
+                log.write(json.dumps(replay(drafter, target, *held_out, reported)) + "\n")
                 saves = time.monotonic()
     export(drafter, args.work_dir / "drafter")
-    print(json.dumps(replay(drafter, target, *held_out, REPORTED)))
+    print(json.dumps(replay(drafter, target, *held_out, reported)))
 
 
 if __name__ == "__main__":
