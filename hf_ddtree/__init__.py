@@ -1,5 +1,6 @@
 """Token-tree speculative decoding for Transformers' `generate()`: the same tokens in fewer forwards of the model."""
 
+from .budget import AutoBudget, BudgetPolicy
 from .candidate_generators import DFlashTreeCandidateGenerator, DraftContext, TreeCandidateGenerator
 from .checking import CheckReport, check
 from .configuration import DDTreeConfig
@@ -13,6 +14,8 @@ from .strategy import ddtree
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoBudget",
+    "BudgetPolicy",
     "CheckReport",
     "DDTreeConfig",
     "DDTreeOutput",

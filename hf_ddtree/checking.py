@@ -146,7 +146,7 @@ def check(
     model: str | os.PathLike[str] | PreTrainedConfig | PreTrainedModel,
     drafter: str | os.PathLike[str] | PreTrainedModel | None = None,
     *,
-    tree_budget: int = DDTreeConfig.tree_budget,
+    tree_budget: int = 16,
     context_length: int = 4096,
 ) -> CheckReport:
     """Says whether a target can be decoded by tree, what that needs, and whether a drafter fits it.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from .budget import BudgetPolicy
 
 TreeShape = Literal["best_first", "spine_first", "chain"]
 TreeProbabilities = Literal["conditional", "marginal"]
@@ -20,7 +23,8 @@ class DDTreeConfig:
     """The knobs of tree decoding; each is also accepted as a plain keyword of `generate()`.
 
     Args:
-        tree_budget: Most nodes drafted in one round, the root excluded. At least 1.
+        tree_budget: Most nodes drafted in one round, the root excluded. `"auto"` finds out while decoding what gives
+            most tokens a second, plain decoding included; a `BudgetPolicy` decides in its own way.
         tree_shape: How the budget is spent. `"best_first"` takes the most probable prefixes (DDTree,
             arXiv:2604.12989), `"spine_first"` takes the whole top-1 chain and then the most probable of the other
             prefixes, `"chain"` takes the top-1 chain alone.
@@ -34,7 +38,7 @@ class DDTreeConfig:
         ValueError: If a knob has a value that is not allowed.
     """
 
-    tree_budget: int = 16
+    tree_budget: int | Literal["auto"] | BudgetPolicy = "auto"
     tree_shape: TreeShape = "best_first"
     tree_probabilities: TreeProbabilities = "conditional"
     tree_top_k: int | None = None
@@ -42,8 +46,14 @@ class DDTreeConfig:
     return_trees: bool = False
 
     def __post_init__(self) -> None:
-        require_positive_int("tree_budget", self.tree_budget)
-        if self.tree_budget > MOST_NODES:
+        if isinstance(self.tree_budget, Integral):
+            require_positive_int("tree_budget", self.tree_budget)
+        elif self.tree_budget != "auto" and not hasattr(self.tree_budget, "nodes_to_draft"):
+            raise ValueError(
+                '`tree_budget` must be an integer of at least 1, "auto" or a `hf_ddtree.BudgetPolicy`, but is '
+                f"{self.tree_budget!r}."
+            )
+        if isinstance(self.tree_budget, Integral) and self.tree_budget > MOST_NODES:
             raise ValueError(
                 f"`tree_budget` is {self.tree_budget}, but a tree has at most {MOST_NODES} nodes: its ancestor mask "
                 "has an entry for each pair of them. Budgets beyond a few hundred hardly ever pay."
@@ -77,7 +87,7 @@ class DDTreeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All knobs by name."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.knobs()}
 
 
 def require_positive_int(name: str, value: object, or_none: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,17 +13,18 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .acceptance import Chooser, accept
 from .attention import dispatch
+from .budget import BudgetPolicy, RoundCost
 from .candidate_generators import DraftContext, TreeCandidateGenerator
 from .compat import CACHE_KEY, cache_of, prompt_length
-from .configuration import DDTreeConfig
 from .draft_tree import DraftTree
 from .emission import RowGroup, gather_rows
+from .growth import growing
 from .output import DDTreeStats
 from .placement import execution_device
 from .processes import Processes
 from .rows import CommittedRows
 from .support import check_cache
-from .verification import FeatureRecorder, attention_windows, commit, recording_past, verify
+from .verification import FeatureRecorder, attention_windows, commit, recording_past, step, verify
 
 PADDING_AT_ONCE = 64
 
@@ -32,16 +34,23 @@ def decode(
     groups: Sequence[RowGroup],
     chooser: Chooser,
     generator: TreeCandidateGenerator,
-    config: DDTreeConfig,
+    policy: BudgetPolicy,
+    stats: DDTreeStats,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     processes: Processes,
-) -> DDTreeStats:
+) -> None:
     """Extends the sequences of all rows until they must stop; leaves the cache as plain decoding leaves it.
 
-    `model_kwargs` are those that `generate()` prepared; they are updated in place.
+    Args:
+        model: The target.
+        groups: All rows of the batch.
+        chooser: Makes the target's choices.
+        generator: Who proposes trees.
+        policy: How many nodes each round is worth.
+        stats: Where to count what is done.
+        generation_config, model_kwargs: As `generate()` prepared them; the latter are updated in place.
     """
-    stats = DDTreeStats(trees=[], accepted_paths=[]) if config.return_trees else DDTreeStats()
     dispatch.install(model)
     vocab_size = model.get_input_embeddings().num_embeddings
     recorder = FeatureRecorder(model, generator.feature_layers)
@@ -64,20 +73,32 @@ def decode(
         del outputs
 
         windows = attention_windows(model, cache)
-        with recording_past(cache):
+        news = [(features, num_features)]
+        with growing(cache), recording_past(cache):
             while processes.any(not all(group.sequences.finished for group in groups)):
+                start = time.perf_counter()
                 token_ids = gather_rows(groups)
-                context = DraftContext(token_ids.clone(), tuple(rows.lengths), features, num_features)
-                with stats.stage("draft"):
-                    trees = generator.propose(context, config.tree_budget)
-                _check_trees(trees, token_ids, vocab_size)
-                trees = processes.agree_on_trees(trees)
-                trees = _with_padding_rows(_within_length(trees, groups), groups)
+                most_nodes = processes.most(policy.nodes_to_draft(rows.num_cached, len(prompt)))
+                if most_nodes:
+                    context = DraftContext(token_ids.clone(), tuple(rows.lengths), *_join(news))
+                    news.clear()
+                    with stats.stage("draft"):
+                        trees = generator.propose(context, most_nodes)
+                    _check_trees(trees, token_ids, vocab_size)
+                    trees = processes.agree_on_trees(policy.select(_within_length(trees, groups), rows.num_cached))
+                    trees = _with_padding_rows(trees, groups)
+                else:
+                    trees = [DraftTree.root_only(root) for root in token_ids[:, -1].tolist()]
+                drafted = time.perf_counter()
+                num_cached, num_drafted = rows.num_cached, max(tree.num_drafted for tree in trees)
                 with stats.stage("verify"):
-                    verification = verify(model, trees, rows, model_kwargs, recorder)
-                    if processes.any(verification.has_nan and any(tree.num_drafted for tree in trees)):
+                    if num_drafted == 0 and rows.are_level and not any(group.sequences.finished for group in groups):
+                        verification = step(model, trees, rows, model_kwargs, recorder)
+                    else:
+                        verification = verify(model, trees, rows, model_kwargs, recorder)
+                    if processes.any(verification.has_nan and num_drafted > 0):
                         # A drafted token that gives NaN spoils the other branches, which plain decoding never sees.
-                        commit(cache, verification.tree_pass, [[] for _ in trees], rows)
+                        commit(cache, verification, [[] for _ in trees], rows)
                         trees = [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
                         verification = verify(model, trees, rows, model_kwargs, recorder)
                 paths = [[0] for _ in trees]
@@ -86,12 +107,21 @@ def decode(
                         walk(groups, trees, verification.outputs.logits, chooser, paths)
                 finally:
                     with stats.stage("commit"):
-                        commit(cache, verification.tree_pass, paths, rows)
+                        commit(cache, verification, paths, rows)
                 groups[0].sequences.keep_round(verification.outputs, paths, windows)
-                features, num_features = _features_of(verification.features, paths)
+                news.append(_features_of(verification.features, paths))
                 stats.count(trees, paths)
-            context = DraftContext(gather_rows(groups).clone(), tuple(rows.lengths), features, num_features)
-            generator.finish(context)
+                policy.observe(
+                    RoundCost(
+                        num_cached=num_cached,
+                        num_rows=len(prompt),
+                        num_drafted=num_drafted,
+                        accepted=[max(0, len(path) - 1) for path in paths],
+                        draft_seconds=drafted - start if most_nodes else None,
+                        verify_seconds=time.perf_counter() - drafted,
+                    )
+                )
+            generator.finish(DraftContext(gather_rows(groups).clone(), tuple(rows.lengths), *_join(news)))
             if _is_returned(cache, generation_config):
                 stats.target_forwards += _pad_to_longest(model, groups, rows, model_kwargs, processes)
     finally:
@@ -99,7 +129,6 @@ def decode(
     stats.draft_forwards = generator.num_forwards
     stats.stage_seconds["build"] = generator.build_seconds
     stats.stage_seconds["draft"] -= generator.build_seconds
-    return stats
 
 
 def walk(
@@ -180,7 +209,7 @@ def _pad_to_longest(
         missing = [min(longest - length, PADDING_AT_ONCE) for length in rows.lengths]
         trees = [_chain([last_tokens[row]] + [pad_token] * (count - 1)) for row, count in enumerate(missing)]
         verification = verify(model, trees, rows, model_kwargs, recorder)
-        commit(model_kwargs[CACHE_KEY], verification.tree_pass, [list(range(count)) for count in missing], rows)
+        commit(model_kwargs[CACHE_KEY], verification, [list(range(count)) for count in missing], rows)
         last_tokens = {row: pad_token if count else last_tokens[row] for row, count in enumerate(missing)}
         forwards += 1
     return forwards
@@ -200,6 +229,22 @@ def _features_of(features: Tensor | None, paths: Sequence[list[int]]) -> tuple[T
     longest = max(counts)
     index = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=features.device)
     return features.gather(1, index[..., None].expand(-1, -1, features.shape[-1])), counts
+
+
+def _join(news: Sequence[tuple[Tensor | None, list[int]]]) -> tuple[Tensor | None, list[int]]:
+    """Features of several rounds, one after the other in each row, as `_features_of` returns those of one."""
+    counts = [sum(of_row) for of_row in zip(*(counts for _, counts in news))]
+    parts = [features for features, _ in news if features is not None]
+    if not parts:
+        return None, counts
+    if len(parts) == 1:
+        return parts[0], counts
+    if len(counts) == 1:
+        return torch.cat(parts, dim=1), counts
+    rows = [
+        torch.cat([part[row, : count[row]] for part, (_, count) in zip(parts, news)]) for row in range(len(counts))
+    ]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), counts
 
 
 def _without_padding(

@@ -40,6 +40,14 @@ class Processes:
         distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
         return bool(flags)
 
+    def most(self, number: int) -> int:
+        """The largest of the numbers of all processes that must take the same steps as this one."""
+        if self._synced or self._group is not None:
+            numbers = torch.tensor(number, device=self._device)
+            distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=None if self._synced else self._group)
+            return int(numbers)
+        return number
+
     def agree(self, values: Tensor) -> Tensor:
         """The values of the first process of the tensor parallel group, which decides for the others."""
         if self._group is not None:

@@ -10,12 +10,13 @@ from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
 from .acceptance import PER_TOKEN_PROCESSORS, Chooser
+from .budget import policy_for
 from .candidate_generators import TreeCandidateGenerator, drafter_kind, make_candidate_generator
 from .compat import CACHE_KEY, cache_of
 from .configuration import DDTreeConfig, describe_type
 from .decoding import decode
 from .emission import EmittedSequences, RowGroup, gather_rows
-from .output import DDTreeOutput
+from .output import DDTreeOutput, DDTreeStats
 from .processes import Processes
 from .support import check_arguments, check_cache, check_call, check_positions, check_processes, check_target
 
@@ -92,7 +93,9 @@ class DDTreeDecoding:
         groups = make_groups(input_ids, logits_processor, stopping_criteria, generation_config, self._streamer)
         processes = Processes(model, self._synced_gpus)
         chooser = Chooser(logits_processor, generation_config.do_sample, processes.agree)
-        stats = decode(model, groups, chooser, generator, self.config, generation_config, model_kwargs, processes)
+        policy = policy_for(self.config.tree_budget, model, generator)
+        stats = DDTreeStats(trees=[], accepted_paths=[]) if self.config.return_trees else DDTreeStats()
+        decode(model, groups, chooser, generator, policy, stats, generation_config, model_kwargs, processes)
         for group in groups:
             group.sequences.end_stream()
         first = groups[0].sequences

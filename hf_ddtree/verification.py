@@ -34,12 +34,12 @@ class Verification:
     Attributes:
         outputs: The target's outputs; `logits` are `(batch, n, vocab)`, what it predicts after each node.
         features: `(batch, n, features)` of the recorder's layers, None if it records none.
-        tree_pass: Factors of the layers with a recurrent state.
+        tree_pass: Factors of the layers with a recurrent state; None if the roots are committed already.
     """
 
     outputs: ModelOutput
     features: Tensor | None
-    tree_pass: TreePass
+    tree_pass: TreePass | None
 
     @property
     def has_nan(self) -> bool:
@@ -72,6 +72,51 @@ def verify(
     cache: DynamicCache = model_kwargs[CACHE_KEY]
     batch = TreeBatch.from_trees(trees, rows.device)
     tree_pass = TreePass(batch, rows.lengths)
+    model_inputs = _model_inputs(model, batch, rows, model_kwargs)
+    model_inputs["attention_mask"] = _attention_mask(model, batch, cache, rows)
+    with recorder.recording(), dispatch.active(tree_pass):
+        outputs = model(**model_inputs, return_dict=True)
+    _require_tree_operators(model, cache, tree_pass)
+    return Verification(outputs, recorder.take(), tree_pass)
+
+
+def step(
+    model: PreTrainedModel,
+    roots: Sequence[DraftTree],
+    rows: CommittedRows,
+    model_kwargs: dict[str, Any],
+    recorder: FeatureRecorder,
+) -> Verification:
+    """Runs the target on the roots alone, as plain decoding does, and commits them.
+
+    Args:
+        model: The target model.
+        roots: Trees with nothing drafted, one a row.
+        rows: What the cache holds: as many tokens of every row. Brought up to date.
+        model_kwargs: As `generate()` keeps them after prefill.
+        recorder: Records the features for the drafter.
+    """
+    cache: DynamicCache = model_kwargs[CACHE_KEY]
+    batch = TreeBatch.from_trees(roots, rows.device)
+    model_inputs = _model_inputs(model, batch, rows, model_kwargs)
+    cached_mask = rows.mask()
+    if cached_mask is not None:
+        cached_mask = nn.functional.pad(cached_mask.long(), (0, 1), value=1)
+    model_inputs["attention_mask"] = cached_mask
+    with recorder.recording(), _past_recording(cache, False):
+        outputs = model(**model_inputs, return_dict=True)
+    rows.advance([1] * len(roots))
+    return Verification(outputs, recorder.take(), None)
+
+
+def _model_inputs(
+    model: PreTrainedModel, batch: TreeBatch, rows: CommittedRows, model_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What the model's forward takes for the nodes, without the mask.
+
+    Raises:
+        ValueError: If the model does not take positions.
+    """
     inputs = {name: value for name, value in model_kwargs.items() if name != "attention_mask"}
     inputs["position_ids"] = rows.root_positions() + batch.depths
     for name in TOKEN_TYPES:
@@ -83,24 +128,25 @@ def verify(
             f"{type(model).__name__} makes its positions from the order of the tokens, not from `position_ids`, so "
             "the branches of a tree cannot share a forward. Generate without `generation_strategy`."
         )
-    model_inputs["attention_mask"] = _attention_mask(model, batch, cache, rows)
     if "logits_to_keep" in model_inputs:
         model_inputs["logits_to_keep"] = 0
-    with recorder.recording(), dispatch.active(tree_pass):
-        outputs = model(**model_inputs, return_dict=True)
-    _require_tree_operators(model, cache, tree_pass)
-    return Verification(outputs, recorder.take(), tree_pass)
+    return model_inputs
 
 
-def commit(cache: DynamicCache, tree_pass: TreePass, paths: Sequence[Sequence[int]], rows: CommittedRows) -> None:
+def commit(
+    cache: DynamicCache, verification: Verification, paths: Sequence[Sequence[int]], rows: CommittedRows
+) -> None:
     """Makes the cache what it would be had only each path's nodes been fed, in order.
 
     Args:
         cache: The cache that `verify` fed the trees to.
-        tree_pass: From the verification.
+        verification: What was fed to it.
         paths: One path a row, from the root on; empty for a row that stays as it is.
         rows: What the cache held before; brought up to date.
     """
+    tree_pass = verification.tree_pass
+    if tree_pass is None:
+        return
     before = torch.tensor(rows.lengths, device="cpu")
     rows.advance(list(map(len, paths)))
     committed = _CommittedPaths(paths, tree_pass.trees.num_nodes, before, rows.num_cached)
@@ -272,19 +318,25 @@ def recording_past(cache: DynamicCache) -> Iterator[None]:
 
     Meant for use after prefill: during prefill it would keep the whole prompt.
     """
-    layers = [layer for layer in cache.layers if hasattr(layer, "record_past")]
-    before = [layer.record_past for layer in layers]
-    for layer in layers:
-        layer.record_past = True
     for layer in _stateful_layers(cache):
         missing = layer.conv_kernel_size[0] - layer.conv_states[0].shape[-1]
         if missing > 0:
             layer.conv_states[0] = nn.functional.pad(layer.conv_states[0], (missing, 0))
+    with _past_recording(cache, True):
+        yield
+
+
+@contextmanager
+def _past_recording(cache: DynamicCache, record_past: bool) -> Iterator[None]:
+    layers = [layer for layer in cache.layers if hasattr(layer, "record_past")]
+    before = [layer.record_past for layer in layers]
+    for layer in layers:
+        layer.record_past = record_past
     try:
         yield
     finally:
-        for layer, record_past in zip(layers, before):
-            layer.record_past = record_past
+        for layer, was in zip(layers, before):
+            layer.record_past = was
 
 
 _recorder: ContextVar[FeatureRecorder | None] = ContextVar("hf_ddtree_feature_recorder", default=None)

@@ -30,7 +30,7 @@ def test_refuses_what_is_no_positive_integer(name, value):
 
 
 def test_budget_cannot_be_left_to_a_default_by_none():
-    with pytest.raises(ValueError, match=r"`tree_budget` must be an integer of at least 1, but is None"):
+    with pytest.raises(ValueError, match=r'`tree_budget` must be an integer of at least 1, "auto" or .* but is None'):
         DDTreeConfig(tree_budget=None)
 
 

@@ -1,0 +1,427 @@
+"""How many nodes a round is worth.
+
+A round that verifies a tree takes longer than one that decodes plainly, and emits more. Which tree pays depends on the
+model, the machine, the text and the drafter, so `AutoBudget` learns all of it while decoding: the time of a target
+forward at a handful of sizes, the time of a draft, and how far the drafter's probabilities can be trusted. Under a
+long-run rate of `r` tokens a second the tree `T` to verify is the one that maximises
+
+    E[tokens | T] - r * seconds(T)
+
+(the rule for the best ratio of reward to time over a long run), where `E[tokens | T]` is one plus the sum of the
+path probabilities of the nodes of `T`: a node adds a token if its path is what the target emits. CaDDTree
+(arXiv:2606.01813) chooses by a similar estimate from a profile made beforehand.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from .draft_tree import DraftTree
+
+# Sizes of trees, in drafted nodes, that are chosen from; 0 is plain decoding.
+SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# What is tried first on a model that was never timed.
+FIRST_SIZES = (16, 0, 4, 0, 16)
+# Contexts of up to 256 tokens are alike, and from there on those between two powers of two.
+SHORT_CONTEXT = 256
+# Times that a median is taken of.
+SAMPLES = 11
+# Running sums forget a round after about as many.
+ROUNDS_REMEMBERED = 32
+KEPT = 1.0 - 1.0 / ROUNDS_REMEMBERED
+# After how many rounds of drafting the next size up or down is timed again.
+ROUNDS_PER_RETRY = 32
+# Rounds of drafting before speculation may be given up, at first and when it is tried again.
+FIRST_LOOK, LATER_LOOK = 8, 2
+# What looking again may cost, as a fraction of the plain decoding in between. The first break is short, in case that
+# it comes of bad luck, and the next ones at most some times as long as the one before.
+COST_OF_LOOKING = 0.01
+FIRST_BREAK, LONGER_EACH_TIME = 32, 4
+# How many tokens a row may be lost before speculation is given up at once.
+LOST_AT_ONCE = 2.0
+# Accepted tokens that it takes to doubt the drafter's probabilities.
+TRUST_PRIOR = 1.5
+# Deeper nodes count as if they were as deep.
+DEEPEST = 32
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """What a round took and gave.
+
+    Attributes:
+        num_cached: Tokens in the target's cache before it, of the longest row.
+        num_rows: Rows of the batch.
+        num_drafted: Drafted nodes of the largest tree that was verified; 0 if none was.
+        accepted: For each row, how many drafted tokens were emitted.
+        draft_seconds: Time to propose and select the trees, None if nothing was asked for.
+        verify_seconds: Time from then until the path's tokens are committed.
+    """
+
+    num_cached: int
+    num_rows: int
+    num_drafted: int
+    accepted: Sequence[int]
+    draft_seconds: float | None
+    verify_seconds: float
+
+
+class BudgetPolicy(ABC):
+    """Decides each round how many nodes to draft, and which of them to verify. Pass one as `tree_budget`."""
+
+    @abstractmethod
+    def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
+        """Most nodes a row that the generator shall draft; 0 to draft nothing and decode one token.
+
+        Args:
+            num_cached: Tokens in the target's cache, of the longest row.
+            num_rows: Rows of the batch.
+        """
+
+    def select(self, trees: list[DraftTree], num_cached: int) -> list[DraftTree]:
+        """What is to be verified of the trees that were drafted, one a row; by default all of it."""
+        return trees
+
+    def observe(self, cost: RoundCost) -> None:  # noqa: B027
+        """Learns from a round; by default nothing."""
+
+
+class FixedBudget(BudgetPolicy):
+    """The same number of nodes each round.
+
+    Args:
+        num_nodes: Drafted nodes, the root excluded.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+
+    def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
+        return self.num_nodes
+
+
+def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets one thread at a time into a method: calls that run side by side share what is learned."""
+
+    @functools.wraps(method)
+    def locked(self: AutoBudget, *args: Any) -> Any:
+        with self._lock:
+            return method(self, *args)
+
+    return locked
+
+
+class AutoBudget(BudgetPolicy):
+    """Learns while decoding which number of nodes gives most tokens a second, plain decoding included.
+
+    Where speculation does not pay it steps aside, and looks again after breaks of growing length. What was learned
+    depends on the target, the drafter and the machine; an instance may serve many calls with the same, and be saved.
+
+    Args:
+        most_nodes: Largest tree to consider.
+    """
+
+    def __init__(self, most_nodes: int = 64) -> None:
+        self.most_nodes = most_nodes
+        self._lock = threading.Lock()
+        self._times = ForwardTimes()
+        self._draft_times: dict[int, deque[float]] = {}
+        self._trust = Trust()
+        # Running sums of what was emitted and how long it took.
+        self._tokens, self._seconds = 0.0, 0.0
+        # Tokens that recent drafts gained over plain decoding in the same time.
+        self._gained: deque[float] = deque(maxlen=FIRST_LOOK)
+        self._looks_again = False
+        self._break_left, self._longest_break = 0, FIRST_BREAK
+        self._largest = 16
+        self._rounds_drafted = 0
+        self._round: _DraftedRound | None = None
+
+    @_locked
+    def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
+        self._round = None
+        size = self._times.next_to_try(num_rows)
+        if size is not None:
+            return size
+        if self._break_left > 0:
+            self._break_left -= 1
+            return 0
+        return min(self.most_nodes, 2 * self._largest)
+
+    @_locked
+    def select(self, trees: list[DraftTree], num_cached: int) -> list[DraftTree]:
+        num_rows = len(trees)
+        nodes = _by_probability(trees)
+        size = self._times.next_to_try(num_rows)
+        if size is None:
+            sizes, seconds = self._times.estimate(num_cached, num_rows, self.most_nodes)
+            plain_rate = num_rows / seconds[0]
+            rate = max(plain_rate, self._tokens / self._seconds if self._seconds else 0.0)
+            # Whoever is given another chance is taken at his word.
+            promised = nodes.gains(None if self._looks_again else self._trust, sizes)
+            best = int(np.argmax(promised - rate * seconds))
+            if self._rounds_drafted % ROUNDS_PER_RETRY == ROUNDS_PER_RETRY - 1:
+                up = self._rounds_drafted // ROUNDS_PER_RETRY % 2
+                best = min(max(best + (1 if up else -1), 0), len(sizes) - 1)
+            size = int(sizes[best])
+            expected = float(nodes.gains(self._trust, sizes[best : best + 1])[0])
+            cost = plain_rate * (median(self._draft_times.get(num_rows, [0.0])) + float(seconds[best])) - num_rows
+            self._round = _DraftedRound(expected, float(cost))
+            self._largest = max(size, 8, int(0.9 * self._largest))
+            self._rounds_drafted += 1
+        self._trust.state(nodes, size)
+        return [tree.truncate(size) if size else DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
+
+    @_locked
+    def observe(self, cost: RoundCost) -> None:
+        self._times.add(cost.num_cached, cost.num_rows, cost.num_drafted, cost.verify_seconds)
+        seconds = cost.verify_seconds
+        if cost.draft_seconds is not None:
+            times = self._draft_times.setdefault(cost.num_rows, deque(maxlen=SAMPLES))
+            times.append(cost.draft_seconds)
+            # The first draft after a prompt or a break takes up all that the target saw meanwhile.
+            seconds += median(times)
+            self._trust.learn(cost.accepted)
+        self._tokens = KEPT * self._tokens + cost.num_rows + sum(cost.accepted)
+        self._seconds = KEPT * self._seconds + seconds
+        if self._round is not None:
+            self._decide(self._round, sum(cost.accepted), cost.num_rows)
+
+    def _decide(self, drafted: _DraftedRound, num_accepted: int, num_rows: int) -> None:
+        """Steps aside if drafting has not paid lately."""
+        gain = max(drafted.expected, num_accepted) if self._looks_again else drafted.expected
+        self._gained.append(gain - drafted.cost)
+        gained = sum(self._gained)
+        if len(self._gained) < LATER_LOOK or (len(self._gained) < FIRST_LOOK and gained > -LOST_AT_ONCE * num_rows):
+            return
+        if gained < -len(self._gained) * COST_OF_LOOKING * num_rows:
+            worth = int(-gained / num_rows / COST_OF_LOOKING)
+            self._break_left = min(max(worth, FIRST_BREAK), self._longest_break)
+            self._longest_break *= LONGER_EACH_TIME
+            self._looks_again = True
+            self._gained.clear()
+        elif len(self._gained) >= FIRST_LOOK:
+            self._looks_again, self._longest_break = False, FIRST_BREAK
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes what was learned to a JSON file."""
+        with self._lock:
+            learned = {
+                "most_nodes": self.most_nodes,
+                "forward_seconds": self._times.to_list(),
+                "draft_seconds": {rows: median(times) for rows, times in self._draft_times.items()},
+                "trust": self._trust.to_list(),
+            }
+        Path(path).write_text(json.dumps(learned, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> AutoBudget:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: If the file holds something else.
+        """
+        try:
+            learned = json.loads(Path(path).read_text())
+            policy = cls(learned["most_nodes"])
+            policy._times.add_list(learned["forward_seconds"])
+            for rows, seconds in learned["draft_seconds"].items():
+                policy._draft_times[int(rows)] = deque([float(seconds)], maxlen=SAMPLES)
+            policy._trust = Trust.from_list(learned["trust"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{str(path)!r} is no file that `AutoBudget.save` wrote: {error!r}.") from error
+        return policy
+
+    @property
+    def trust(self) -> np.ndarray:
+        """`(depths,)`, drafted tokens that were right at each depth from 1 on, for each that was promised."""
+        return self._trust.by_depth()[1:]
+
+
+@dataclass(frozen=True)
+class _DraftedRound:
+    """What a round with a draft is to gain, and what it costs, in tokens of plain decoding."""
+
+    expected: float
+    cost: float
+
+
+class Trust:
+    """How far a drafter's probabilities can be believed, by depth: how many drafted tokens were right there, for each
+    that the probabilities promised. Starts with full trust."""
+
+    def __init__(self) -> None:
+        self._right: np.ndarray = np.full(1 + DEEPEST, TRUST_PRIOR)
+        self._promised: np.ndarray = np.full(1 + DEEPEST, TRUST_PRIOR)
+        self._stated: np.ndarray = np.zeros(1 + DEEPEST)
+
+    def state(self, nodes: _Nodes, size: int) -> None:
+        """Takes what the trees that are verified promise."""
+        taken = nodes.rank < size
+        self._stated = np.bincount(nodes.depths[taken], nodes.probabilities[taken], minlength=1 + DEEPEST)
+
+    def learn(self, accepted: Sequence[int]) -> None:
+        """Takes how deep each row's tree was right."""
+        depths = np.minimum(accepted, DEEPEST)
+        right = np.bincount(depths, minlength=1 + DEEPEST)[::-1].cumsum()[::-1]
+        for total, now in ((self._right, right), (self._promised, self._stated)):
+            total += now - (1.0 - KEPT) * (total - TRUST_PRIOR)
+
+    def by_depth(self) -> np.ndarray:
+        """`(1 + DEEPEST,)`, never rising, as a node is right only if its parent is."""
+        return np.concatenate(([1.0], np.minimum.accumulate(self._right[1:] / self._promised[1:])))
+
+    def to_list(self) -> list[list[float]]:
+        """What `from_list` takes."""
+        return [self._right.tolist(), self._promised.tolist()]
+
+    @classmethod
+    def from_list(cls, counts: list[list[float]]) -> Trust:
+        """The trust whose `to_list` gave `counts`."""
+        trust = cls()
+        trust._right, trust._promised = (np.array(count, dtype=float) for count in counts)
+        if trust._right.shape != (1 + DEEPEST,) or trust._promised.shape != (1 + DEEPEST,):
+            raise ValueError("counts of another length")
+        return trust
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The drafted nodes of all rows' trees.
+
+    Attributes:
+        rank: `(n,)`, place of each node among its tree's by falling probability, from 0; `truncate(size)` keeps those
+            below `size`.
+        depths: `(n,)`, at most `DEEPEST`.
+        probabilities: `(n,)`, of their paths.
+    """
+
+    rank: np.ndarray
+    depths: np.ndarray
+    probabilities: np.ndarray
+
+    def gains(self, trust: Trust | None, sizes: np.ndarray) -> np.ndarray:
+        """`(s,)`, the expected number of accepted tokens of all rows if `sizes (s,)` nodes of each tree are kept."""
+        weights = self.probabilities if trust is None else self.probabilities * trust.by_depth()[self.depths]
+        of_rank = np.concatenate(([0.0], np.bincount(self.rank, weights).cumsum()))
+        return of_rank[np.minimum(sizes, len(of_rank) - 1)]
+
+
+def _by_probability(trees: Sequence[DraftTree]) -> _Nodes:
+    ranks, depths, probabilities = [], [], []
+    for tree in trees:
+        log_probs = tree.log_probs.numpy()[1:]
+        order = np.argsort(-log_probs, kind="stable")
+        ranks.append(np.arange(len(order)))
+        depths.append(tree.depths.numpy()[1:][order])
+        probabilities.append(np.exp(log_probs[order]))
+    return _Nodes(np.concatenate(ranks), np.minimum(np.concatenate(depths), DEEPEST), np.concatenate(probabilities))
+
+
+class ForwardTimes:
+    """Times of a target's forwards by context, rows and size: medians of the last few."""
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[int, int], dict[int, deque[float]]] = {}
+        self._tried: dict[int, int] = {}
+
+    def next_to_try(self, num_rows: int) -> int | None:
+        """A size to time before anything can be said; None when there is none left."""
+        tried = self._tried.get(num_rows, 0)
+        if tried == len(FIRST_SIZES):
+            return None
+        return FIRST_SIZES[tried]
+
+    def add(self, num_cached: int, num_rows: int, num_drafted: int, seconds: float) -> None:
+        """Takes the time of a forward over `num_drafted` nodes and the root."""
+        size = SIZES[min(bisect_left(SIZES, num_drafted), len(SIZES) - 1)]
+        samples = self._of_context(num_cached, num_rows)
+        samples.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
+        self._tried[num_rows] = min(self._tried.get(num_rows, 0) + 1, len(FIRST_SIZES))
+
+    def estimate(self, num_cached: int, num_rows: int, most_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sizes `(s,)`, from 0 up to twice the largest that was timed, and seconds of a forward `(s,)`.
+
+        Sizes in between are interpolated, and one beyond the largest counts as if it took no longer, to be tried.
+        """
+        samples = self._of_context(num_cached, num_rows)
+        timed = sorted(samples)
+        seconds = np.maximum.accumulate([_typical(samples[size]) for size in timed])
+        sizes = np.array([size for size in SIZES if size <= min(most_nodes, 2 * timed[-1])])
+        return sizes, np.interp(sizes, timed, seconds)
+
+    def to_list(self) -> list[tuple[int, int, int, float]]:
+        """Rows, context, size and seconds of all that was timed."""
+        return [
+            (rows, context, size, _typical(times))
+            for (rows, context), of_size in self._samples.items()
+            for size, times in of_size.items()
+        ]
+
+    def add_list(self, entries: Sequence[tuple[int, int, int, float]]) -> None:
+        """Takes what `to_list` gave."""
+        for rows, context, size, seconds in entries:
+            if size not in SIZES:
+                raise ValueError(f"size {size!r}")
+            of_size = self._samples.setdefault((int(rows), int(context)), {})
+            of_size[size] = deque([float(seconds)], maxlen=SAMPLES)
+            self._tried[int(rows)] = len(FIRST_SIZES)
+
+    def _of_context(self, num_cached: int, num_rows: int) -> dict[int, deque[float]]:
+        context = max(num_cached, SHORT_CONTEXT).bit_length()
+        key = num_rows, context
+        if key not in self._samples:
+            # Until it has times of its own, a context counts as the nearest that was timed.
+            others = [other for rows, other in self._samples if rows == num_rows]
+            nearest = min(others, key=lambda other: abs(other - context), default=None)
+            known = {} if nearest is None else self._samples[num_rows, nearest]
+            self._samples[key] = {size: deque([_typical(times)], maxlen=SAMPLES) for size, times in known.items()}
+        return self._samples[key]
+
+
+def _typical(times: deque[float]) -> float:
+    """The median; of very few, the least, as the first ones are slow."""
+    return min(times) if len(times) < 3 else median(times)
+
+
+_learned: WeakKeyDictionary[Any, WeakKeyDictionary[Any, AutoBudget]] = WeakKeyDictionary()
+
+
+def policy_for(tree_budget: Any, model: Any, generator: Any) -> BudgetPolicy:
+    """The policy that the knob `tree_budget` asks for.
+
+    Args:
+        tree_budget: A number of nodes, `"auto"` or a policy.
+        model: The target.
+        generator: Who drafts. With `"auto"`, calls with the same target and drafter learn together.
+
+    Raises:
+        TypeError: If `tree_budget` is none of these.
+    """
+    if isinstance(tree_budget, BudgetPolicy):
+        return tree_budget
+    if isinstance(tree_budget, Integral):
+        return FixedBudget(int(tree_budget))
+    if tree_budget != "auto":
+        raise TypeError(
+            '`tree_budget` must be an integer, "auto" or an instance of `hf_ddtree.BudgetPolicy`, but is a '
+            f"`{type(tree_budget).__name__}`."
+        )
+    drafter = getattr(generator, "drafter", None)
+    of_model = _learned.setdefault(model, WeakKeyDictionary())
+    return of_model.setdefault(type(generator) if drafter is None else drafter, AutoBudget())

@@ -1,0 +1,83 @@
+"""Room behind a cache's keys and values, so that a round writes its tokens instead of copying the whole context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+# Room is a 64th of what is there: at most 1.6% of the cache stands empty, and each entry is copied 64 times in all.
+LEAST_ROOM = 256
+ROOM_FRACTION = 64
+
+
+class GrowingTensor:
+    """A tensor `(..., length, size)` that is extended along its last but one dimension in place, while there is room.
+
+    What it was extended to before may have been cut at the end or changed in place. Anything else, such as another
+    selection of rows, is copied.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def extended(self, entries: Tensor, new: Tensor) -> Tensor:
+        """`entries` followed by `new`, both `(..., length, size)`; a view that the next call extends."""
+        length, num_new = entries.shape[-2], new.shape[-2]
+        buffer = self._buffer
+        if buffer is None or not _begins(buffer, entries) or buffer.shape[-2] < length + num_new:
+            room = num_new + max(LEAST_ROOM, length // ROOM_FRACTION)
+            buffer = entries.new_empty((*entries.shape[:-2], length + room, entries.shape[-1]))
+            buffer[..., :length, :] = entries
+            self._buffer = buffer
+        buffer[..., length : length + num_new, :] = new
+        return buffer[..., : length + num_new, :]
+
+
+def _begins(buffer: Tensor, entries: Tensor) -> bool:
+    """Whether `entries` are the first ones of `buffer`."""
+    return (
+        entries.data_ptr() == buffer.data_ptr()
+        and entries.stride() == buffer.stride()
+        and entries.shape[:-2] == buffer.shape[:-2]
+        and entries.dtype == buffer.dtype
+    )
+
+
+class _GrowingUpdate:
+    """Stands in for a layer's `update`: the same keys and values, written into room behind the cached ones."""
+
+    def __init__(self, layer: DynamicLayer) -> None:
+        self._layer = layer
+        self._keys, self._values = GrowingTensor(), GrowingTensor()
+
+    def __call__(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        layer = self._layer
+        layer.keys = self._keys.extended(layer.keys, key_states)
+        layer.values = self._values.extended(layer.values, value_states)
+        return layer.keys, layer.values
+
+
+@contextmanager
+def growing(cache: Cache) -> Iterator[None]:
+    """Gives room to the layers of a filled cache that keep all their keys and values.
+
+    Afterwards the layers are as they were but for what they hold, of which no more than 256 entries or 1.6% is room.
+    """
+    layers = [
+        layer
+        for layer in cache.layers
+        if getattr(type(layer), "update", None) is DynamicLayer.update
+        and layer.is_initialized
+        and "update" not in vars(layer)
+    ]
+    for layer in layers:
+        layer.update = _GrowingUpdate(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.update

@@ -1,0 +1,258 @@
+"""The budget policy on simulated machines, drafters and texts, where the best fixed choice is known."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import VOCAB_SIZE, make_model
+from side_by_side import make_oracle, make_prompt
+
+import hf_ddtree
+from hf_ddtree import AutoBudget, BudgetPolicy, DraftTree
+from hf_ddtree.budget import FixedBudget, RoundCost, policy_for
+from hf_ddtree.draft_tree import build_tree
+from hf_ddtree.testing import OracleTreeCandidateGenerator
+
+NUM_ROUNDS = 300
+
+
+@dataclass
+class Machine:
+    """A target, a drafter and a text: what a round takes, and how often drafted tokens are right.
+
+    Attributes:
+        seconds: Of a forward over a number of drafted nodes and the root.
+        draft_seconds: Of a draft.
+        confidence: What the drafter says of its best candidate at each depth, on average.
+        accuracy: How often the candidates are right, for each time that they say they are.
+        num_rows: Rows of the batch.
+    """
+
+    seconds: Callable[[int], float]
+    draft_seconds: float
+    confidence: float = 0.7
+    accuracy: float = 1.0
+    num_rows: int = 1
+
+    def draft(self, budget: int, random: np.random.Generator) -> list[DraftTree]:
+        trees = []
+        for _ in range(self.num_rows):
+            best = random.beta(6 * self.confidence, 6 * (1 - self.confidence) + 1e-3, size=(12, 1))
+            rest = (1 - best) * 0.5 ** np.arange(1, 16)
+            probabilities = np.sort(np.concatenate((best, rest), axis=1))[:, ::-1].copy()
+            tokens = np.tile(np.arange(16), (12, 1))
+            trees.append(
+                build_tree(torch.from_numpy(np.log(probabilities + 1e-12)), torch.from_numpy(tokens), 0, budget)
+            )
+        return trees
+
+    def accept(self, tree: DraftTree, random: np.random.Generator) -> int:
+        """The depth to which the tree turns out to be right."""
+        node = depth = 0
+        while children := tree.children(node):
+            parent = float(tree.log_probs[node])
+            chances = [self.accuracy * np.exp(float(tree.log_probs[child]) - parent) for child in children]
+            drawn = random.random()
+            right = [child for child, end in zip(children, np.cumsum(chances)) if drawn < end]
+            if not right:
+                break
+            node, depth = right[0], depth + 1
+        return depth
+
+    def expected(self, tree: DraftTree) -> float:
+        """The depth to which the tree is right on average."""
+        return float((tree.log_probs.exp() * self.accuracy**tree.depths)[1:].sum())
+
+
+def run(
+    policy: BudgetPolicy, machine: Machine, rounds: int = NUM_ROUNDS, seed: int = 0, num_cached: int = 300
+) -> float:
+    """Tokens a second."""
+    random = np.random.default_rng(seed)
+    tokens = seconds = 0.0
+    for _ in range(rounds):
+        most = policy.nodes_to_draft(num_cached, machine.num_rows)
+        trees = [DraftTree.root_only(0)] * machine.num_rows
+        if most:
+            trees = policy.select(machine.draft(most, random), num_cached)
+        num_drafted = max(tree.num_drafted for tree in trees)
+        accepted = [machine.accept(tree, random) for tree in trees]
+        noise = random.lognormal(sigma=0.05) if random.random() > 0.02 else 4.0
+        verify_seconds = machine.seconds(num_drafted) * noise
+        draft_seconds = machine.draft_seconds * noise if most else None
+        policy.observe(RoundCost(num_cached, machine.num_rows, num_drafted, accepted, draft_seconds, verify_seconds))
+        tokens += machine.num_rows + sum(map(machine.expected, trees))
+        seconds += machine.seconds(num_drafted) + (machine.draft_seconds if most else 0.0)
+        num_cached += 1
+    return tokens / seconds
+
+
+class Plain(BudgetPolicy):
+    def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
+        return 0
+
+
+MACHINES = {
+    "slow for each node": Machine(lambda nodes: 1.0 + 0.08 * nodes, 0.25),
+    "as fast for 64 nodes": Machine(lambda nodes: 1.0 + 0.002 * nodes, 0.1),
+    "in steps of 8": Machine(lambda nodes: 1.0 + 0.3 * (nodes // 8), 0.2),
+    "a weak drafter": Machine(lambda nodes: 1.0 + 0.05 * nodes, 0.3, confidence=0.25),
+    "a drafter that is too sure": Machine(lambda nodes: 1.0 + 0.05 * nodes, 0.2, confidence=0.8, accuracy=0.6),
+    "a drafter that is never right": Machine(lambda nodes: 1.0 + 0.05 * nodes, 0.3, confidence=0.8, accuracy=0.0),
+    "a slow drafter": Machine(lambda nodes: 1.0 + 0.05 * nodes, 2.0, confidence=0.5),
+    "a batch that is slow for each node": Machine(lambda nodes: 1.0 + 0.3 * nodes, 0.5, num_rows=2),
+    "a batch that is fast": Machine(lambda nodes: 1.0 + 0.02 * nodes, 0.2, num_rows=2),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_it_finds_the_best_fixed_budget(machine: Machine) -> None:
+    policies = {"plain": Plain(), **{str(size): FixedBudget(size) for size in (2, 4, 8, 16, 32, 64)}}
+    fixed = {name: run(policy, machine) for name, policy in policies.items()}
+    assert run(AutoBudget(), machine) > 0.94 * max(fixed.values()), fixed
+
+
+def test_with_a_useless_drafter_it_is_hardly_slower_than_plain_decoding() -> None:
+    machine = MACHINES["a drafter that is never right"]
+    assert run(AutoBudget(), machine, rounds=512) > 0.96 * run(Plain(), machine, rounds=512)
+
+
+def test_it_comes_back_when_the_text_changes() -> None:
+    policy = AutoBudget()
+    useless, useful = MACHINES["a drafter that is never right"], MACHINES["as fast for 64 nodes"]
+    run(policy, useless)
+    run(policy, Machine(useless.seconds, useless.draft_seconds, useful.confidence), rounds=400)
+    machine = Machine(useless.seconds, useless.draft_seconds, useful.confidence)
+    best = max(run(FixedBudget(size), machine, rounds=400) for size in (4, 8, 16, 32))
+    assert run(policy, machine, rounds=400) > 0.95 * best
+
+
+def test_it_notices_that_a_longer_context_costs_more_for_each_node() -> None:
+    policy = AutoBudget()
+    run(policy, MACHINES["as fast for 64 nodes"], num_cached=300)
+    machine = MACHINES["slow for each node"]
+    best = max(run(FixedBudget(size), machine, num_cached=5000) for size in (2, 4, 8, 16))
+    assert run(policy, machine, num_cached=5000) > 0.93 * best
+
+
+def test_what_was_learned_can_be_saved(tmp_path: Path) -> None:
+    machine = MACHINES["slow for each node"]
+    policy = AutoBudget(most_nodes=48)
+    run(policy, machine)
+    policy.save(tmp_path / "budget.json")
+    loaded = AutoBudget.load(tmp_path / "budget.json")
+    assert loaded.most_nodes == 48 and (loaded.trust == policy.trust).all()
+    # It starts with what the other one ended with: no size is tried first.
+    assert loaded.nodes_to_draft(300, 1) > 0
+    short = run(AutoBudget.load(tmp_path / "budget.json"), machine, rounds=30)
+    assert short > run(AutoBudget(), machine, rounds=30)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "not JSON", '{"most_nodes": 8, "forward_seconds": [[1, 2]]}'])
+def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "budget.json").write_text(content)
+    with pytest.raises(ValueError, match="no file that `AutoBudget.save` wrote"):
+        AutoBudget.load(tmp_path / "budget.json")
+
+
+def test_calls_with_the_same_target_and_drafter_learn_together() -> None:
+    model, other = make_model("llama", "sdpa"), make_model("qwen3", "sdpa")
+    generator = make_oracle(make_prompt())
+    policy = policy_for("auto", model, generator)
+    assert policy_for("auto", model, make_oracle(make_prompt())) is policy
+    assert policy_for("auto", other, generator) is not policy
+    assert policy_for(7, model, generator).nodes_to_draft(0, 1) == 7
+
+
+def test_threads_may_share_a_policy() -> None:
+    policy, errors = AutoBudget(), []
+
+    def work(seed: int) -> None:
+        try:
+            run(policy, MACHINES["in steps of 8"], rounds=150, seed=seed)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+class EverySize(BudgetPolicy):
+    """Goes through all sizes, and what it observes."""
+
+    def __init__(self) -> None:
+        self.sizes = [0, 5, 1, 0, 0, 12, 3, 30, 0, 2]
+        self.costs: list[RoundCost] = []
+
+    def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
+        return self.sizes[len(self.costs) % len(self.sizes)]
+
+    def select(self, trees: list[DraftTree], num_cached: int) -> list[DraftTree]:
+        return [tree.truncate(4) for tree in trees] if len(self.costs) % 3 == 1 else trees
+
+    def observe(self, cost: RoundCost) -> None:
+        self.costs.append(cost)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5", "gemma3"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_rounds_of_every_size_emit_what_plain_decoding_emits(family: str, num_rows: int, do_sample: bool) -> None:
+    """Plain rounds between trees, with rows that walk apart and together (sampling with a seed, scores kept)."""
+    model = make_model(family, "sdpa")
+    input_ids = torch.cat([make_prompt(seed) for seed in range(num_rows)])
+    mask = torch.ones_like(input_ids)
+    if num_rows > 1:
+        input_ids[0, :3], mask[0, :3] = 0, 0
+    arguments = {
+        "inputs": input_ids,
+        "attention_mask": mask,
+        "max_new_tokens": 48,
+        "do_sample": do_sample,
+        "return_dict_in_generate": True,
+        "output_logits": do_sample,
+    }
+    torch.manual_seed(0)
+    plain = model.generate(**arguments)
+    policy = EverySize()
+    torch.manual_seed(0)
+    tree = model.generate(
+        **arguments,
+        generation_strategy="ddtree",
+        candidate_generator=OracleTreeCandidateGenerator(plain.sequences, VOCAB_SIZE),
+        tree_budget=policy,
+    )
+    assert tree.sequences.tolist() == plain.sequences.tolist()
+    for step_plain, step_tree in zip(plain.logits or (), tree.logits or (), strict=True):
+        torch.testing.assert_close(step_tree, step_plain, rtol=1e-4, atol=1e-4)
+    assert {cost.num_drafted == 0 for cost in policy.costs} == {True, False}
+    assert all(cost.draft_seconds is not None for cost in policy.costs if cost.num_drafted)
+    assert sum(sum(cost.accepted) for cost in policy.costs) > 0
+
+
+def test_auto_is_the_default_and_goes_through_a_saved_generation_config(tmp_path: Path) -> None:
+    assert hf_ddtree.DDTreeConfig().tree_budget == "auto"
+    config = make_model("llama", "sdpa").generation_config
+    copied = copy.deepcopy(config)
+    copied.generation_strategy, copied.tree_budget = "ddtree", "auto"
+    copied.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["tree_budget"] == "auto"
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "most", None, True, object()])
+def test_other_budgets_are_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="`tree_budget` "):
+        hf_ddtree.DDTreeConfig(tree_budget=value)
