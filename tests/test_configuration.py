@@ -11,7 +11,7 @@ pytestmark = pytest.mark.core
 
 def test_defaults():
     assert DDTreeConfig().to_dict() == {
-        "tree_budget": 16,
+        "tree_budget": "auto",
         "tree_shape": "best_first",
         "tree_probabilities": "conditional",
         "tree_top_k": None,
