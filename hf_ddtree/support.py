@@ -9,7 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -179,6 +186,11 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} is an encoder-decoder, but tree decoding is for decoder-only models. Generate without "
             "`generation_strategy`."
         )
+    if not isinstance(model, GenerationMixin):
+        raise ValueError(
+            f"{name} generates in a way of its own, not token by token with Transformers' `GenerationMixin`. Generate "
+            "without `generation_strategy`."
+        )
     implementation = config._attn_implementation
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
@@ -260,7 +272,8 @@ def check_cache(cache: Cache | None) -> None:
     """Refuses a cache that cannot take a tree and give back one path of it.
 
     Raises:
-        ValueError: If there is no cache, or it is not a `DynamicCache` with layers that the package knows.
+        ValueError: If there is no cache, or it is not a `DynamicCache` with layers that the package knows, which all
+            hold the same tokens.
     """
     if cache is None:
         raise ValueError("Tree decoding needs a cache, but `use_cache` is False. Leave `use_cache` at True.")
@@ -280,6 +293,13 @@ def check_cache(cache: Cache | None) -> None:
                 f"The cache has a layer of kind `{type(layer).__name__}`, whose state tree decoding does not know how "
                 "to branch and commit. Generate without `generation_strategy`."
             )
+    lengths = {layer.get_seq_length() for layer in cache.layers if isinstance(layer, DynamicLayer)}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"The cache has layers with {' and '.join(map(str, sorted(lengths)))} keys. Some are of another sequence, "
+            "as in cross-attention to an image, and tree decoding does not know how to keep those. Generate without "
+            "`generation_strategy`."
+        )
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:

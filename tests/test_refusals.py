@@ -197,6 +197,17 @@ def test_caches_passed_in(model):
         by_tree(model, **{CACHE_KEY: type("Own", (DynamicCache,), {})(config=model.config)})
 
 
+def test_a_cache_whose_layers_hold_different_sequences():
+    """As in models that attend to an image in some layers: those hold no keys of the text."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = transformers.models.mllama.configuration_mllama.MllamaTextConfig(
+        **SIZES | {"bos_token_id": 1, "cross_attention_layers": [1], "rope_parameters": rope}
+    )
+    model = transformers.MllamaForCausalLM(config).eval()
+    with refused(model, "layers with 0 and 10 keys", "cross-attention", "Generate without `generation_strategy`"):
+        by_tree(model)
+
+
 @pytest.mark.core
 def test_no_cache(model):
     with refused(model, "`use_cache`", "False", "Leave `use_cache` at True"):
