@@ -168,10 +168,8 @@ def check(
     DDTreeConfig(tree_budget=tree_budget)
     if not isinstance(context_length, int) or context_length < 1:
         raise ValueError(f"`context_length` must be an integer of at least 1, but is {context_length!r}.")
-    name = str(model) if isinstance(model, str | os.PathLike) else type(model).__name__
-    drafter_name = str(drafter) if isinstance(drafter, str | os.PathLike) else type(drafter).__name__
-    found: dict[str, Any] = {"model": name, "family": "unknown", "drafter_fits": None}
-    found["drafter"] = None if drafter is None else drafter_name
+    found: dict[str, Any] = {"model": _name_of(model), "family": "unknown", "drafter_fits": None}
+    found["drafter"] = None if drafter is None else _name_of(drafter)
     try:
         config = _config_of(model)
         found["family"] = config.model_type
@@ -179,11 +177,10 @@ def check(
     except _NotBuilt as error:
         return CheckReport(**found, reason=str(error))
 
-    text_config = twin.config.get_text_config()
     found |= {
         "model_class": type(twin).__name__,
         "layers": _layer_kinds(twin),
-        "attn_implementation": text_config._attn_implementation,
+        "attn_implementation": twin.config.get_text_config()._attn_implementation,
         "notes": _notes(twin, config),
     }
     layer_ids: Sequence[int] = ()
@@ -192,13 +189,38 @@ def check(
     try:
         check_target(model if isinstance(model, PreTrainedModel) else twin)
         found["memory"] = _dry_run(twin, tree_budget + 1, context_length, layer_ids)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         return CheckReport(**found, reason=str(error))
-    except Exception as error:  # what a model does without weights is not foreseeable
+    except Exception as error:  # what modelling code asks of tensors without values is not foreseeable
         found["notes"].append(f"The memory is not known: without weights the model fails with {error!r}.")
-    loaded_by = None if isinstance(model, PreTrainedModel) else auto_class
-    found["call"] = _call(found, loaded_by, tree_budget)
-    return CheckReport(**found, supported=True)
+    is_loaded = isinstance(model, PreTrainedModel)
+    lines = [] if is_loaded or auto_class is None else _loading_of(found, auto_class)
+    may_fit = drafter is not None and found["drafter_fits"] is not False
+    if not (may_fit and isinstance(drafter, PreTrainedModel)):
+        lines.append(
+            f"drafter = hf_ddtree.load_drafter({found['drafter'] if may_fit else 'DRAFTER'!r}, target_model=model)"
+        )
+    knobs = f'generation_strategy="ddtree", tree_budget={tree_budget}'
+    lines.append(f"model.generate(**inputs, assistant_model=drafter, {knobs})")
+    return CheckReport(**found, supported=True, call="\n".join(["import hf_ddtree", *lines]))
+
+
+def _name_of(given: Any) -> str:
+    """What a report calls a target or drafter: where it comes from, or its class."""
+    if isinstance(given, str | os.PathLike):
+        return str(given)
+    return getattr(given, "name_or_path", None) or type(given).__name__
+
+
+def _loading_of(found: dict[str, Any], auto_class: type) -> list[str]:
+    """Code that loads the target."""
+    name, attention = found["model"], found["attn_implementation"]
+    options = f'dtype="auto", attn_implementation="{attention}"'
+    return [
+        f"from transformers import {auto_class.__name__}",
+        "",
+        f"model = {auto_class.__name__}.from_pretrained({name!r}, {options})",
+    ]
 
 
 class _NotBuilt(Exception):
@@ -392,20 +414,3 @@ def _storage(tensor: Tensor) -> int:
 def _num_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the memory that the tensors lie in, which several may share."""
     return sum({_storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
-def _call(found: dict[str, Any], auto_class: type | None, tree_budget: int) -> str:
-    lines = ["import hf_ddtree"]
-    if auto_class is not None:
-        lines.append(f"from transformers import {auto_class.__name__}")
-        lines.append("")
-        lines.append(
-            f"model = {auto_class.__name__}.from_pretrained("
-            f'{found["model"]!r}, dtype="auto", attn_implementation={found["attn_implementation"]!r})'
-        )
-    drafter = found["drafter"] if found["drafter_fits"] is not False else None
-    lines.append(f"drafter = hf_ddtree.load_drafter({drafter or 'DRAFTER'!r}, target_model=model)")
-    lines.append(
-        f'model.generate(**inputs, assistant_model=drafter, generation_strategy="ddtree", tree_budget={tree_budget})'
-    )
-    return "\n".join(lines)

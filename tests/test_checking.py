@@ -72,7 +72,7 @@ def test_published_models_that_work(name, check_published):
     assert report.supported and report.reason is None
     assert (report.model_class, report.attn_implementation) == (model_class, attention)
     assert {layer.kind: layer.count for layer in report.layers} == layers
-    assert f"attn_implementation={attention!r}" in report.call and report.model in report.call
+    assert f'attn_implementation="{attention}"' in report.call and report.model in report.call
     compile(report.call, "call", "exec")
     json.dumps(report.to_dict())
     assert not report.notes or name == "Phi-3-mini-128k-instruct"
@@ -123,6 +123,7 @@ def test_memory_worked_out_by_hand(name, check_published):
     assert report.memory.per_node == report.memory.total // NODES
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_memory_is_what_the_shipped_pair_takes(budget, attention):
@@ -179,6 +180,7 @@ def test_a_loaded_model_with_attention_that_cannot_mask_a_tree():
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.core
 def test_a_configuration_stays_as_it_is():
     config = make_config("qwen3_next")
     before = config.to_dict()
@@ -187,6 +189,7 @@ def test_a_configuration_stays_as_it_is():
     assert config.to_dict() == before
 
 
+@pytest.mark.core
 def test_drafters(tmp_path):
     target = str(PAIR / "target")
     assert hf_ddtree.check(target, str(PAIR / "drafter")).drafter_fits is True
@@ -204,6 +207,11 @@ def test_drafters(tmp_path):
         loaded = DFlashDraftModel(config)
     report = hf_ddtree.check(make_config("llama"), loaded, tree_budget=4)
     assert report.drafter_fits and report.memory.features == 5 * 2 * 32 * 4
+    assert "load_drafter" not in report.call and "from_pretrained('LlamaConfig'" in report.call
+    report = hf_ddtree.check(make_model("llama", "sdpa"), loaded)
+    assert report.call.splitlines()[1:] == [
+        'model.generate(**inputs, assistant_model=drafter, generation_strategy="ddtree", tree_budget=16)'
+    ]
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
     report = hf_ddtree.check(target, tmp_path)
@@ -240,6 +248,18 @@ def test_notes_on_quantization(quantization, note):
     notes = hf_ddtree.check(config).notes
     assert len(notes) == (note is not None)
     assert note is None or note in notes[0]
+
+
+def test_a_model_that_does_not_run_without_weights(monkeypatch):
+    """What cannot be told is not taken for a no."""
+
+    def ask_for_values(*args, **kwargs):
+        return torch.ones(1, device="meta").item()
+
+    monkeypatch.setattr("hf_ddtree.checking.verify", ask_for_values)
+    report = hf_ddtree.check(make_config("llama"))
+    assert report.supported and report.memory is None and report.call is not None
+    assert "memory is not known" in report.notes[0]
 
 
 def test_no_weights_are_read_and_none_are_made(monkeypatch):
