@@ -316,15 +316,13 @@ def _notes(model: PreTrainedModel, config: PreTrainedConfig) -> list[str]:
 def _fit(drafter: Any, target: PreTrainedModel) -> tuple[Sequence[int], bool | None, str | None]:
     """The target's layers that the drafter reads, whether it fits, and why not."""
     try:
-        if isinstance(drafter, str | os.PathLike):
-            config = check_checkpoint_fits(drafter, target)
-            if config is None:
-                return (), None, "Only loading it can tell."
-        else:
-            make_candidate_generator(drafter, target, DDTreeConfig())
-            config = drafter.config
+        if not isinstance(drafter, str | os.PathLike):
+            return make_candidate_generator(drafter, target, DDTreeConfig()).feature_layers, True, None
+        config = check_checkpoint_fits(drafter, target)
     except ValueError as error:
         return (), False, str(error)
+    if config is None:
+        return (), None, "Only loading it can tell."
     return getattr(config, "target_layer_ids", None) or (), True, None
 
 
