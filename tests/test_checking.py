@@ -35,6 +35,11 @@ SUPPORTED = {
     "Mistral-7B-v0.1": ("MistralForCausalLM", "sdpa", {"sliding_attention": 32}),
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", "sdpa", {"full_attention": 61}),
     "Olmo-Hybrid-7B": ("OlmoHybridForCausalLM", "sdpa", {"linear_attention": 24, "full_attention": 8}),
+    "Nemotron-H-8B-Base-8K": (
+        "NemotronHForCausalLM",
+        "sdpa",
+        {"linear_attention": 24, "mlp": 24, "full_attention": 4},
+    ),
     "Phi-3-mini-128k-instruct": ("Phi3ForCausalLM", "sdpa", {"sliding_attention": 32}),
 }
 REFUSED = {

@@ -53,24 +53,28 @@ def quiet():
     logger.setLevel(before)
 
 
+@pytest.fixture(scope="module")
+def prompts():
+    """The ends of two prompts that ship with the pair."""
+    _, _, tokenizer = hf_ddtree.load_demo()
+    return [tokenizer(entry["prompt"], return_tensors="pt").input_ids[:, -48:] for entry in demo_prompts()[:2]]
+
+
 def load_target(name, folder=PAIR / "target"):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=QUANTIZATIONS[name])
 
 
 @pytest.mark.parametrize("name, drafter_kwargs", PAIRS)
-def test_the_shipped_pair(name, drafter_kwargs):
+def test_the_shipped_pair(name, drafter_kwargs, prompts):
     model = load_target(name)
     drafter = hf_ddtree.load_drafter(PAIR / "drafter", target_model=model, **drafter_kwargs)
     assert drafter.dtype == drafter_kwargs.get("dtype", torch.float32)
-    _, _, tokenizer = hf_ddtree.load_demo()
-    prompts = [tokenizer(entry["prompt"], return_tensors="pt").input_ids[:, -48:] for entry in demo_prompts()[:2]]
     outputs = assert_equal_up_to_near_ties(model, prompts, lambda _: {"assistant_model": drafter})
     lengths = [length for output in outputs for length in output.ddtree_stats.accepted_lengths]
     assert sum(lengths) / len(lengths) > 2
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo_hybrid"])
+@pytest.mark.parametrize("family, name", [("qwen3", "nf4"), ("gemma3", "int8"), ("olmo_hybrid", "nf4")])
 def test_families(family, name, tmp_path):
     """Widths that the 4-bit kernels divide."""
     config = make_config(family)
@@ -87,7 +91,13 @@ def test_families(family, name, tmp_path):
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     model.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, quantization_config=skipping(QUANTIZATIONS[name], ["a_proj", "b_proj"])
+        tmp_path,
+        dtype=torch.float32,
+        quantization_config=BitsAndBytesConfig(
+            **{f"load_in_{'4' if name == 'nf4' else '8'}bit": True},
+            bnb_4bit_quant_type="nf4",
+            llm_int8_skip_modules=["a_proj", "b_proj", "lm_head"],
+        ),
     )
     assert any(type(module).__module__.startswith("bitsandbytes") for module in model.modules())
     outputs = assert_equal_up_to_near_ties(
@@ -96,16 +106,9 @@ def test_families(family, name, tmp_path):
     assert all(output.ddtree_stats.tokens_per_forward > 1.2 for output in outputs)
 
 
-def skipping(quantization, more):
-    """The same quantization without some more layers."""
-    options = quantization.to_dict()
-    options["llm_int8_skip_modules"] = [*(options["llm_int8_skip_modules"] or ["lm_head"]), *more]
-    return BitsAndBytesConfig(**{key: value for key, value in options.items() if not key.startswith("_")})
-
-
-def test_a_drafter_takes_no_integer_dtype_from_a_quantized_head(tmp_path):
+def test_a_drafter_takes_no_integer_dtype_from_a_quantized_head(tmp_path, prompts):
     """A list of one's own replaces the default one, which holds the output head."""
-    model, _, tokenizer = hf_ddtree.load_demo()
+    model, _, _ = hf_ddtree.load_demo()
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     model.save_pretrained(tmp_path)
@@ -114,6 +117,5 @@ def test_a_drafter_takes_no_integer_dtype_from_a_quantized_head(tmp_path):
     assert model.lm_head.weight.dtype == torch.int8
     drafter = hf_ddtree.load_drafter(PAIR / "drafter", target_model=model)
     assert drafter.dtype == torch.float32
-    prompt = tokenizer(demo_prompts()[0]["prompt"], return_tensors="pt").input_ids
-    (output,) = assert_equal_up_to_near_ties(model, [prompt], lambda _: {"assistant_model": drafter})
+    (output,) = assert_equal_up_to_near_ties(model, prompts[:1], lambda _: {"assistant_model": drafter})
     assert output.ddtree_stats.tokens_per_forward > 2
