@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
 import hf_ddtree
 
+from .benchmark import DATASETS, Report, benchmark, load_prompts, make_methods
+from .benchmark import compare as compare_reports
+from .benchmark.methods import NAMES
 from .demo import demo_prompts
 from .draft_tree import DraftTree
 from .visualize import draw_tree
@@ -111,6 +117,85 @@ def check(
         Console(highlight=False).print(_report_table(report))
     if not report.supported or report.drafter_fits is False:
         raise typer.Exit(code=1)
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(help="The target: a repository of the Hub, a folder, or `demo`.")] = "demo",
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="A drafter: a repository of the Hub or a folder. May be repeated.")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help=f"A JSONL or text file, or one of {', '.join(DATASETS)}.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most prompts.")] = 20,
+    method: Annotated[
+        list[str], typer.Option(help=f"What to measure besides plain decoding: {NAMES}. May be repeated.")
+    ] = ["chain", "tree:16", "auto"],  # noqa: B006
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are decoded together.")] = 1,
+    temperature: Annotated[list[float], typer.Option(min=0, help="0 for greedy decoding. May be repeated.")] = [0.0],  # noqa: B006
+    dtype: Annotated[str, typer.Option(help="Of the target.")] = "auto",
+    device_map: Annotated[str | None, typer.Option(help="Where to put the target, such as `auto` or `cuda`.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A folder for every run, report.json and report.png. Goes on with what is there."),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Measure nothing, but show the changes between two report.json.")
+    ] = None,
+) -> None:
+    """Measure methods of decoding on the same prompts, and compare every token with plain decoding's.
+
+    The exit status is 1 if a token differs in float32.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    console = Console(highlight=False)
+    try:
+        if compare is not None:
+            console.print(compare_reports(*map(Report.load, compare)))
+            return
+        target, tokenizer, drafters, texts = _load_for_bench(model, drafter or [], prompts, limit, dtype, device_map)
+        methods = make_methods(method, drafters)
+        with Progress(console=Console(stderr=True)) as progress:
+            task = progress.add_task("runs", total=None)
+            report = benchmark(
+                target,
+                tokenizer,
+                texts,
+                methods,
+                max_new_tokens=max_new_tokens,
+                batch_size=batch_size,
+                temperatures=temperature,
+                output_dir=output,
+                on_run=lambda done, total: progress.update(task, completed=done, total=total),
+            )
+    except (ImportError, OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console.print(report.table())
+    if output is not None and find_spec("matplotlib"):
+        report.plot(output / "report.png")
+    differing = [entry for entry in report.summaries() if entry.refused is None and entry.identical < entry.runs]
+    if differing and target.dtype == torch.float32:
+        console.print(f"[bold red]Not identical[/] to plain decoding: {', '.join(one.method for one in differing)}.")
+        raise typer.Exit(code=1)
+
+
+def _load_for_bench(
+    model: str, drafters: list[str], prompts: str | None, limit: int, dtype: str, device_map: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, PreTrainedModel], list[str]]:
+    if model == "demo":
+        target, shipped, tokenizer = hf_ddtree.load_demo()
+        loaded = {"shipped": shipped}
+        texts = [entry["prompt"] for entry in demo_prompts()[:limit]] if prompts is None else []
+    else:
+        if prompts is None:
+            raise ValueError("`--prompts` is missing: only the pair that ships has prompts of its own.")
+        target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device_map)
+        tokenizer, loaded, texts = AutoTokenizer.from_pretrained(model), {}, []
+    loaded |= {Path(name).name: hf_ddtree.load_drafter(name, target_model=target) for name in drafters}
+    return target, tokenizer, loaded, texts or load_prompts(str(prompts), limit)
 
 
 def _report_table(report: hf_ddtree.CheckReport) -> Table:

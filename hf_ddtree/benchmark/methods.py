@@ -1,0 +1,80 @@
+"""Ways to decode that are measured against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+NAMES = "plain, assisted, chain, auto, tree:NODES, spine:NODES, lookup, lookup+auto, lookup+tree:NODES"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    Attributes:
+        name: What it is called in reports.
+        arguments: What it adds to a call of `generate()`.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is plain decoding, which the others are compared with."""
+        return not self.arguments
+
+
+def make_methods(names: Sequence[str], drafters: Mapping[str, PreTrainedModel]) -> list[Method]:
+    """The methods that go by these names; those that draft, once for each drafter. Plain decoding always comes first.
+
+    Args:
+        names: `plain`; `assisted`, Transformers' own assisted decoding; `chain`; `tree:NODES` with a fixed budget;
+            `spine:NODES`, which keeps the whole chain; `auto`; `lookup`, which drafts from the text alone; and
+            `lookup+` in front of the last three.
+        drafters: By a name for the report; the name is left out if there is only one.
+
+    Raises:
+        ValueError: If a name is unknown, or needs a drafter and there is none.
+    """
+    methods = [Method("plain")]
+    for name in dict.fromkeys(names):
+        if name == "plain":
+            continue
+        arguments = _arguments(name)
+        if name == "lookup":
+            methods.append(Method(name, arguments))
+            continue
+        if not drafters:
+            raise ValueError(f"The method {name!r} needs a drafter, but none is given.")
+        for label, drafter in drafters.items():
+            if name == "assisted" and not drafter.can_generate():
+                raise ValueError(
+                    "The method 'assisted' is Transformers' own, which cannot draft with a "
+                    f"`{type(drafter).__name__}`. Leave it out."
+                )
+            full_name = name if len(drafters) == 1 else f"{name} {label}"
+            methods.append(Method(full_name, {**arguments, "assistant_model": drafter}))
+    return methods
+
+
+def _arguments(name: str) -> dict[str, Any]:
+    kind, _, nodes = name.partition(":")
+    if kind.startswith("lookup+"):
+        return {**_arguments(name.removeprefix("lookup+")), "tree_lookup": True}
+    if nodes.isdecimal() and int(nodes) > 0 and kind in ("tree", "spine"):
+        shape = {"tree": "best_first", "spine": "spine_first"}[kind]
+        return {"generation_strategy": "ddtree", "tree_budget": int(nodes), "tree_shape": shape}
+    known: dict[str, dict[str, Any]] = {
+        "assisted": {},
+        "chain": {"generation_strategy": "dflash", "tree_budget": 64},
+        "auto": {"generation_strategy": "ddtree", "tree_budget": "auto"},
+        "lookup": {"generation_strategy": "ddtree", "tree_lookup": True},
+    }
+    if name not in known:
+        raise ValueError(f"`methods` has {name!r}, but must hold names from: {NAMES}.")
+    return known[name]

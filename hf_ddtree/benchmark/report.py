@@ -1,0 +1,212 @@
+"""What the runs of a benchmark say: medians, spread, and what is more than chance."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+
+@dataclass
+class Summary:
+    """A method at a temperature.
+
+    Attributes:
+        method, temperature: Which.
+        runs: Batches of prompts.
+        identical: On how many of them every token is plain decoding's.
+        refused: Why the method cannot decode this, or None.
+        tokens_per_second: Quartiles over batches, of all rows together, prompt included.
+        speedup: Quartiles over batches of plain decoding's time over the method's.
+        faster: On how many batches the method is faster than plain decoding.
+        p_value: How likely as uneven a count would be if both were as fast (two-sided sign test); None for plain.
+        tokens_per_forward: Tokens that a forward of the target emits a row, on average; None where it is not known.
+        accepted_lengths: How often a round emitted how many tokens.
+        round_ms: Milliseconds of a round's stages.
+        peak_memory: Most bytes on the GPU.
+    """
+
+    method: str
+    temperature: float
+    runs: int
+    identical: int
+    refused: str | None = None
+    tokens_per_second: tuple[float, float, float] | None = None
+    speedup: tuple[float, float, float] | None = None
+    faster: int = 0
+    p_value: float | None = None
+    tokens_per_forward: float | None = None
+    accepted_lengths: dict[int, int] | None = None
+    round_ms: dict[str, float] | None = None
+    peak_memory: int | None = None
+
+
+class Report:
+    """The runs of a benchmark and where they are from.
+
+    Args:
+        about: Settings, machine and versions.
+        runs: A dictionary for each run, see `hf_ddtree.benchmark.run`.
+    """
+
+    def __init__(self, about: dict[str, Any], runs: Sequence[dict[str, Any]]) -> None:
+        self.about = about
+        self.runs = list(runs)
+
+    def summaries(self) -> list[Summary]:
+        """One for each temperature and method, in the order of the settings."""
+        temperatures = sorted({run["temperature"] for run in self.runs})
+        names = [name for name in self.about["settings"]["methods"] if any(run["method"] == name for run in self.runs)]
+        return [self._summary(name, temperature) for temperature in temperatures for name in names]
+
+    def _summary(self, method: str, temperature: float) -> Summary:
+        first = self.about["settings"]["methods"][0]
+        of = {
+            name: {
+                run["batch"]: run
+                for run in self.runs
+                if run["method"] == name and run["temperature"] == temperature and "refused" not in run
+            }
+            for name in (first, method)
+        }
+        all_runs = [run for run in self.runs if run["method"] == method and run["temperature"] == temperature]
+        refused = next((run["refused"] for run in all_runs if "refused" in run), None)
+        runs, plain = of[method], of[first]
+        summary = Summary(
+            method, temperature, len(all_runs), sum(bool(run["identical"]) for run in runs.values()), refused
+        )
+        both = sorted(runs.keys() & plain.keys())
+        if not both:
+            return summary
+        ratios = [plain[batch]["seconds"] / runs[batch]["seconds"] for batch in both]
+        summary.tokens_per_second = _quartiles([runs[batch]["tokens"] / runs[batch]["seconds"] for batch in both])
+        if method != first:
+            summary.speedup = _quartiles(ratios)
+            summary.faster = sum(ratio > 1 for ratio in ratios)
+            summary.p_value = sign_test(summary.faster, sum(ratio < 1 for ratio in ratios))
+        lengths = [length for run in runs.values() for length in run.get("accepted_lengths", ())]
+        if lengths:
+            rounds = sum(run["target_forwards"] - 1 for run in runs.values())
+            stages = next(iter(runs.values()))["stage_seconds"]
+            summary.tokens_per_forward = statistics.mean(lengths)
+            summary.accepted_lengths = dict(sorted(Counter(lengths).items()))
+            summary.round_ms = {
+                stage: sum(run["stage_seconds"][stage] for run in runs.values()) / rounds * 1e3 for stage in stages
+            }
+        summary.peak_memory = max((run["peak_memory"] for run in runs.values() if "peak_memory" in run), default=None)
+        return summary
+
+    def table(self) -> Table:
+        """A table for people."""
+        columns = ("method", "identical", "tokens/s", "quartiles", "against plain", "quartiles", "faster on", "p")
+        table = Table(*columns, "tokens/forward", "round ms")
+        for entry in self.summaries():
+            name = entry.method if not entry.temperature else f"{entry.method}, temperature {entry.temperature:g}"
+            if entry.tokens_per_second is None:
+                table.add_row(name, "", f"refused: {entry.refused}")
+                continue
+            low, median, high = entry.tokens_per_second
+            cells = [name, f"{entry.identical}/{entry.runs}", f"{median:.1f}", f"{low:.1f}-{high:.1f}"]
+            if entry.speedup is not None and entry.p_value is not None:
+                low, median, high = entry.speedup
+                cells += [f"{median:.2f}x", f"{low:.2f}-{high:.2f}", f"{entry.faster}/{entry.runs}"]
+                cells += [f"{entry.p_value:.2g}"]
+            if entry.round_ms is not None:
+                cells += [f"{entry.tokens_per_forward:.2f}", f"{sum(entry.round_ms.values()):.2f}"]
+            table.add_row(*cells)
+        return table
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes settings, machine, versions and all runs as JSON."""
+        text = ",\n".join(json.dumps(run) for run in self.runs)
+        Path(path).write_text(f'{{"about": {json.dumps(self.about)},\n"runs": [\n{text}\n]}}\n')
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: If the file holds something else.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            return cls(content["about"], content["runs"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{str(path)!r} is no report of a benchmark: {error!r}.") from error
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the speed of every method, and how many tokens its rounds emitted.
+
+        Raises:
+            ImportError: If `matplotlib` is not installed.
+        """
+        from matplotlib.figure import Figure
+
+        entries = [entry for entry in self.summaries() if entry.tokens_per_second is not None]
+        labels = [f"{entry.method} @ {entry.temperature:g}" for entry in entries]
+        figure = Figure(figsize=(11, 0.45 * len(entries) + 2), layout="constrained")
+        speed, lengths = figure.subplots(1, 2)
+        speeds = [
+            [run["tokens"] / run["seconds"] for run in self.runs if _is_of(run, entry) and "seconds" in run]
+            for entry in entries
+        ]
+        speed.boxplot(speeds, orientation="horizontal", tick_labels=labels, showfliers=False)
+        speed.set_xlabel("tokens a second")
+        speed.invert_yaxis()
+        for entry, label in zip(entries, labels):
+            if entry.accepted_lengths:
+                total = sum(entry.accepted_lengths.values())
+                shares = [count / total for count in entry.accepted_lengths.values()]
+                lengths.plot(list(entry.accepted_lengths), shares, marker="o", label=label)
+        lengths.set_xlabel("tokens that a round emits")
+        lengths.set_ylabel("share of rounds")
+        if lengths.lines:
+            lengths.legend()
+        figure.savefig(path)
+
+
+def compare(before: Report, after: Report) -> Table:
+    """A table of what became faster or slower between two reports, method by method."""
+    table = Table("method", "tokens/s before", "after", "change", "tokens/forward before", "after", "identical after")
+    old = {(entry.method, entry.temperature): entry for entry in before.summaries()}
+    for entry in after.summaries():
+        previous = old.get((entry.method, entry.temperature))
+        if previous is None or previous.tokens_per_second is None or entry.tokens_per_second is None:
+            continue
+        was, now = previous.tokens_per_second[1], entry.tokens_per_second[1]
+        forwards = [
+            "" if value is None else f"{value:.2f}"
+            for value in (previous.tokens_per_forward, entry.tokens_per_forward)
+        ]
+        name = entry.method if not entry.temperature else f"{entry.method}, temperature {entry.temperature:g}"
+        cells = [name, f"{was:.1f}", f"{now:.1f}", f"{now / was - 1:+.1%}", *forwards]
+        table.add_row(*cells, f"{entry.identical}/{entry.runs}")
+    return table
+
+
+def sign_test(faster: int, slower: int) -> float:
+    """Two-sided p-value of a sign test: how likely as uneven a count is if both are equally likely."""
+    total = faster + slower
+    if total == 0:
+        return 1.0
+    tail = sum(math.comb(total, count) for count in range(min(faster, slower) + 1)) / 2**total
+    return min(1.0, 2 * tail)
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+def _is_of(run: dict[str, Any], entry: Summary) -> bool:
+    return run["method"] == entry.method and run["temperature"] == entry.temperature

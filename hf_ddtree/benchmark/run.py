@@ -1,0 +1,244 @@
+"""The runs of a benchmark: every method on every batch of prompts, in an order that rotates."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_ddtree
+
+from .methods import Method
+from .report import Report
+
+WARM_UP_TOKENS = 8
+
+
+def benchmark(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    methods: Sequence[Method],
+    *,
+    max_new_tokens: int = 256,
+    batch_size: int = 1,
+    temperatures: Sequence[float] = (0.0,),
+    seed: int = 0,
+    output_dir: str | os.PathLike[str] | None = None,
+    on_run: Callable[[int, int], None] | None = None,
+    **generate_kwargs: Any,
+) -> Report:
+    """Runs every method on every batch of prompts and compares all tokens with plain decoding's.
+
+    For each batch the methods run one after the other, in an order that rotates from batch to batch. A method that
+    refuses a batch is reported with its reason. Started under `torchrun` or `accelerate launch`, each process takes
+    its share of the batches; with a common `output_dir` the last one to end reports on all.
+
+    Args:
+        model: The target.
+        tokenizer: Its tokenizer; its chat template is applied if it has one.
+        prompts: Texts.
+        methods: From `make_methods`; the first is plain decoding.
+        max_new_tokens: Tokens to generate for each prompt.
+        batch_size: Prompts that are decoded together, padded at the left.
+        temperatures: 0 for greedy decoding; others sample, each batch from the same seed.
+        seed: Seed of the first batch.
+        output_dir: Where to write every run as it ends, and the report. Runs that are there already are not run again.
+        on_run: Called after each run with the number of runs done and of all.
+        generate_kwargs: Go to every call of `generate()`.
+
+    Raises:
+        ValueError: If `output_dir` holds runs of a benchmark with other settings, or a number is out of range.
+    """
+    for name, number in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if number < 1:
+            raise ValueError(f"`{name}` must be at least 1, but is {number}.")
+    if min(temperatures, default=-1.0) < 0:
+        raise ValueError(f"`temperatures` must hold numbers of at least 0, but is {list(temperatures)}.")
+    batches = [_encode(tokenizer, prompts[at : at + batch_size]) for at in range(0, len(prompts), batch_size)]
+    settings = {
+        "model": model.config.name_or_path or type(model).__name__,
+        "dtype": str(model.dtype),
+        "methods": [method.name for method in methods],
+        "prompts": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "temperatures": list(temperatures),
+        "seed": seed,
+    }
+    rank, num_processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    log = RunLog(output_dir, settings, rank)
+    mine = [
+        (temperature, index)
+        for temperature in temperatures
+        for index in range(len(batches))
+        if index % num_processes == rank
+    ]
+    done = {(run["temperature"], run["batch"], run["method"]) for run in log.runs()}
+    todo = [place for place in mine if any((*place, method.name) not in done for method in methods)]
+    if todo:
+        for method in methods:
+            _warm_up(model, batches[todo[0][1]], method, generate_kwargs)
+    total = len(todo) * len(methods)
+    for place, (temperature, index) in enumerate(todo):
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        shift = index % len(methods)
+        runs: dict[str, dict[str, Any]] = {}
+        for number, method in enumerate([*methods[shift:], *methods[:shift]], start=1):
+            torch.manual_seed(seed + index)
+            call = {"max_new_tokens": max_new_tokens, **sampling, **generate_kwargs, **method.arguments}
+            run = _run(model, tokenizer, batches[index], call)
+            runs[method.name] = {"temperature": temperature, "batch": index, "method": method.name, **run}
+            if on_run is not None:
+                on_run(place * len(methods) + number, total)
+        plain = runs[methods[0].name]["tokens_of_rows"]
+        for run in runs.values():
+            tokens = run.pop("tokens_of_rows")
+            run["identical"] = None if tokens is None else tokens == plain
+            log.add(run)
+    report = Report({"settings": settings, "machine": describe_machine(model)}, log.runs())
+    if output_dir is not None and len(report.runs) == len(batches) * len(temperatures) * len(methods):
+        report.save(Path(output_dir) / "report.json")
+    return report
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Any:
+    if getattr(tokenizer, "chat_template", None):
+        texts = [
+            str(
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                )
+            )
+            for text in texts
+        ]
+    return tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="left")
+
+
+def _warm_up(model: PreTrainedModel, batch: Any, method: Method, generate_kwargs: dict[str, Any]) -> None:
+    arguments = {**generate_kwargs, **method.arguments, "max_new_tokens": WARM_UP_TOKENS, "do_sample": False}
+    try:
+        model.generate(**batch.to(model.device), **arguments)
+    except ValueError:
+        pass  # the run will say why
+
+
+def _run(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Any, call: dict[str, Any]
+) -> dict[str, Any]:
+    """One call: its times, its tokens, and what `ddtree_stats` say of it."""
+    batch = batch.to(model.device)
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(model.device)
+    start = time.perf_counter()
+    try:
+        out = model.generate(**batch, **call, return_dict_in_generate=True)
+    except ValueError as error:
+        return {"refused": str(error), "tokens_of_rows": None}
+    if on_gpu:
+        torch.cuda.synchronize(model.device)
+    end = time.perf_counter()
+    new = out.sequences[:, batch["input_ids"].shape[1] :]
+    padding = new == tokenizer.pad_token_id if tokenizer.pad_token_id is not None else torch.zeros_like(new)
+    run = {
+        "seconds": end - start,
+        "tokens": int((~padding.bool()).sum()),
+        "rows": len(new),
+        "tokens_of_rows": new.tolist(),
+    }
+    if on_gpu:
+        run["peak_memory"] = torch.cuda.max_memory_allocated(model.device)
+    stats = getattr(out, "ddtree_stats", None)
+    if stats is not None:
+        run |= {
+            "target_forwards": stats.target_forwards,
+            "draft_forwards": stats.draft_forwards,
+            "accepted_lengths": stats.accepted_lengths,
+            "tree_sizes": stats.tree_sizes,
+            "stage_seconds": stats.stage_seconds,
+        }
+    return run
+
+
+class RunLog:
+    """The runs of all processes, kept in a folder if there is one.
+
+    Args:
+        folder: Where to keep them, or None.
+        settings: What they are runs of.
+        rank: This process's number.
+
+    Raises:
+        ValueError: If the folder holds runs of something else.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, settings: dict[str, Any], rank: int) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._rank = rank
+        self._runs: list[dict[str, Any]] = []
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        settings_file = self._folder / "settings.json"
+        if settings_file.exists():
+            there = json.loads(settings_file.read_text())
+            different = sorted(name for name in settings if there.get(name) != settings[name])
+            if different:
+                raise ValueError(
+                    f"`output_dir` is {str(folder)!r}, which holds a benchmark with other settings "
+                    f"({', '.join(different)}). Choose another folder, or delete it."
+                )
+        else:
+            partial = settings_file.with_suffix(f".{rank}")
+            partial.write_text(json.dumps(settings, indent=1) + "\n")
+            partial.replace(settings_file)
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Keeps a run."""
+        if self._folder is None:
+            self._runs.append(run)
+            return
+        with (self._folder / f"runs-{self._rank}.jsonl").open("a") as file:
+            # A line of its own even if a process was stopped in the middle of one.
+            file.write("\n" + json.dumps(run))
+
+    def runs(self) -> list[dict[str, Any]]:
+        """All runs so far, in the order of temperatures, batches and methods; the last one counts of those alike."""
+        found = {(run["temperature"], run["batch"], run["method"]): run for run in self._all()}
+        return [found[key] for key in sorted(found)]
+
+    def _all(self) -> Iterator[dict[str, Any]]:
+        if self._folder is None:
+            yield from self._runs
+            return
+        for path in sorted(self._folder.glob("runs-*.jsonl")):
+            for line in filter(None, path.read_text().splitlines()):
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    continue  # cut off when the process was stopped
+
+
+def describe_machine(model: PreTrainedModel) -> dict[str, Any]:
+    """What the figures are from: processor or GPU, threads, and versions."""
+    device = model.device
+    cpu_info = Path("/proc/cpuinfo")
+    names = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    cpu = next((line.split(":")[1].strip() for line in names if line.startswith("model name")), platform.processor())
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_ddtree": hf_ddtree.__version__,
+    }

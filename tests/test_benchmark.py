@@ -1,0 +1,199 @@
+"""Benchmarks: what is run, what is compared, what is kept, and what the figures say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hf_ddtree
+from hf_ddtree.benchmark import Method, Report, benchmark, compare, load_prompts, make_methods
+from hf_ddtree.benchmark.report import sign_test
+from hf_ddtree.cli import app
+from hf_ddtree.demo import demo_prompts
+
+PROMPTS = [entry["prompt"] for entry in demo_prompts()[:3]]
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Any, Any, Any]:
+    return hf_ddtree.load_demo()
+
+
+def methods_of(demo: tuple[Any, Any, Any], *names: str) -> list[Method]:
+    return make_methods(names, {"shipped": demo[1]})
+
+
+def measure(demo: tuple[Any, Any, Any], methods: list[Method], **settings: Any) -> Report:
+    return benchmark(demo[0], demo[2], PROMPTS, methods, **{"max_new_tokens": NEW_TOKENS, **settings})
+
+
+def test_every_method_runs_on_every_batch_and_is_compared(demo: tuple[Any, Any, Any]) -> None:
+    counts = []
+    report = measure(
+        demo,
+        methods_of(demo, "chain", "tree:4", "spine:4", "auto"),
+        temperatures=(0.0, 0.7),
+        batch_size=2,
+        on_run=lambda done, total: counts.append((done, total)),
+    )
+    names = ["plain", "chain", "tree:4", "spine:4", "auto"]
+    assert counts == [(done, 20) for done in range(1, 21)]
+    assert {(run["temperature"], run["batch"], run["method"]) for run in report.runs} == {
+        (temperature, batch, name) for temperature in (0.0, 0.7) for batch in (0, 1) for name in names
+    }
+    greedy = report.summaries()[: len(names)]
+    assert [entry.method for entry in greedy] == names
+    assert all(entry.identical == entry.runs == 2 for entry in greedy)
+    assert greedy[0].speedup is None and all(entry.speedup is not None for entry in greedy[1:])
+    assert all(sum(entry.accepted_lengths.values()) > 0 for entry in greedy[1:])
+    tree = [run for run in report.runs if run["method"] == "tree:4" and run["temperature"] == 0]
+    assert max(size for run in tree for size in run["tree_sizes"]) == 4
+    assert sum(run["tokens"] for run in tree) <= len(PROMPTS) * NEW_TOKENS
+    assert report.table().row_count == 2 * len(names)
+
+
+class WrongTokens:
+    """A decoding method that changes the last token."""
+
+    def __call__(self, model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        out = model.generate(input_ids, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
+        out.sequences[0, -1] += 1
+        return out
+
+
+def test_a_wrong_token_is_noticed(demo: tuple[Any, Any, Any]) -> None:
+    report = measure(demo, [Method("plain"), Method("wrong", {"custom_generate": WrongTokens()})])
+    assert [entry.identical for entry in report.summaries()] == [3, 0]
+
+
+def test_a_refusal_is_reported_with_its_reason(demo: tuple[Any, Any, Any]) -> None:
+    methods = [Method("plain"), Method("beams", {"generation_strategy": "ddtree", "assistant_model": demo[1]})]
+    report = measure(demo, methods, num_beams=2)
+    plain, beams = report.summaries()
+    assert plain.refused is None and "`num_beams` is 2" in beams.refused and beams.tokens_per_second is None
+
+
+def test_it_goes_on_where_it_was_stopped(demo: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop_at(done: int, total: int) -> None:
+        if done == 4:
+            raise Stopped
+
+    methods = methods_of(demo, "tree:4")
+    with pytest.raises(Stopped):
+        measure(demo, methods, output_dir=tmp_path, on_run=stop_at)
+    before = (tmp_path / "runs-0.jsonl").read_text()
+    assert before.count("\n") == 2 and not (tmp_path / "report.json").exists()
+    (tmp_path / "runs-0.jsonl").write_text(before + '\n{"temperature": 0.0, "bat')
+    counts: list[int] = []
+    report = measure(demo, methods, output_dir=tmp_path, on_run=lambda done, total: counts.append(total))
+    assert counts == [4] * 4 and len(report.runs) == 6
+    assert (tmp_path / "runs-0.jsonl").read_text().startswith(before)
+    assert Report.load(tmp_path / "report.json").runs == report.runs
+    with pytest.raises(ValueError, match="other settings \\(max_new_tokens\\)"):
+        measure(demo, methods, output_dir=tmp_path, max_new_tokens=NEW_TOKENS + 1)
+
+
+def test_processes_share_the_batches(tmp_path: Path) -> None:
+    """Two processes, as `torchrun` starts them; the last one to end reports on all."""
+    command = [
+        sys.executable,
+        "-c",
+        "from hf_ddtree.cli import app; app()",
+        "bench",
+        "--limit",
+        "4",
+        "--max-new-tokens",
+        "4",
+    ]
+    for rank in range(2):
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([*command, "--method", "tree:2", "--output", str(tmp_path)], env=environment, check=True)
+    by_rank = [
+        {json.loads(line)["batch"] for line in (tmp_path / f"runs-{rank}.jsonl").read_text().split("\n")[1:]}
+        for rank in range(2)
+    ]
+    assert by_rank == [{0, 2}, {1, 3}]
+    assert len(Report.load(tmp_path / "report.json").runs) == 8
+
+
+def report_of(seconds: dict[str, list[float]]) -> Report:
+    runs = [
+        {"temperature": 0.0, "batch": batch, "method": name, "seconds": value, "tokens": 100, "identical": True}
+        for name, values in seconds.items()
+        for batch, value in enumerate(values)
+    ]
+    return Report({"settings": {"methods": list(seconds)}, "machine": {}}, runs)
+
+
+def test_figures_are_medians_of_pairs() -> None:
+    report = report_of({"plain": [1.0, 2.0, 4.0, 8.0, 10.0], "fast": [0.5, 1.0, 1.0, 4.0, 20.0]})
+    plain, fast = report.summaries()
+    assert plain.tokens_per_second == (12.5, 25.0, 50.0)
+    assert fast.speedup == (2.0, 2.0, 2.0) and fast.faster == 4
+    assert fast.p_value == pytest.approx(2 * (1 + 5) / 32)
+
+
+def test_sign_test() -> None:
+    assert sign_test(0, 0) == 1.0 and sign_test(5, 5) == 1.0
+    assert sign_test(10, 0) == sign_test(0, 10) == 2 / 2**10
+
+
+def test_compare(tmp_path: Path) -> None:
+    report_of({"plain": [1.0] * 3, "tree:8": [0.5] * 3}).save(tmp_path / "a.json")
+    report_of({"plain": [1.0] * 3, "tree:8": [0.4] * 3, "new": [0.1] * 3}).save(tmp_path / "b.json")
+    table = compare(Report.load(tmp_path / "a.json"), Report.load(tmp_path / "b.json"))
+    assert list(table.columns[0].cells) == ["plain", "tree:8"] and list(table.columns[3].cells) == ["+0.0%", "+25.0%"]
+    paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    assert "+25.0%" in CliRunner().invoke(app, ["bench", "--compare", *paths]).output
+    (tmp_path / "c.json").write_text("{}")
+    refused = CliRunner().invoke(app, ["bench", "--compare", paths[0], str(tmp_path / "c.json")])
+    assert refused.exit_code == 2 and "of a benchmark" in " ".join(refused.output.split())
+
+
+def test_plot(demo: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    measure(demo, methods_of(demo, "tree:4")).plot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_from_files(tmp_path: Path) -> None:
+    lines = [{"prompt": "a"}, {"question": "b"}, {"turns": ["c", "d"]}, {"text": "e", "other": 1}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
+    assert load_prompts(str(tmp_path / "p.jsonl"), 9) == ["a", "b", "c", "e"]
+    assert load_prompts(str(tmp_path / "p.txt"), 1) == ["one"]
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"answer": 1}\n')
+    with pytest.raises(ValueError, match="Line 2 of .* is no JSON object with one of 'prompt'"):
+        load_prompts(str(tmp_path / "bad.jsonl"), 9)
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(ValueError, match="holds no prompts"):
+        load_prompts(str(tmp_path / "empty.txt"), 9)
+    with pytest.raises(ValueError, match="no file. Give a JSONL or text file, or one of gsm8k"):
+        load_prompts("gsm9k", 9)
+
+
+@pytest.mark.parametrize("name", ["tree", "tree:0", "tree:x", "fast", "lookup+fast", "auto:3"])
+def test_unknown_methods_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="`methods` has .* must hold names from: plain"):
+        make_methods([name], {"drafter": object()})
+
+
+def test_methods_that_draft_need_a_drafter(demo: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(ValueError, match="'auto' needs a drafter"):
+        make_methods(["auto"], {})
+    with pytest.raises(ValueError, match="Transformers' own, which cannot draft with a `DFlash"):
+        make_methods(["assisted"], {"drafter": demo[1]})
+    names = [method.name for method in make_methods(["lookup", "auto"], {"a": demo[1], "b": demo[1]})]
+    assert names == ["plain", "lookup", "auto a", "auto b"]
