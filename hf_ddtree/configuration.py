@@ -32,6 +32,9 @@ class DDTreeConfig:
             knows it, as DFlash 2 does; `"marginal"` never does.
         tree_top_k: Most candidate tokens considered at each depth. By default as many as can matter under the budget.
         draft_length: Depth of the deepest node. By default as deep as the drafter looks ahead.
+        tree_lookup: Whether what followed the last tokens before, in the prompt or the output, is drafted: beside what
+            a drafter gives, or alone if there is none.
+        max_matching_ngram_size: Most of the last tokens that are looked for then. By default as many as match.
         return_trees: Whether the output's `ddtree_stats` keeps the tree of every round.
 
     Raises:
@@ -43,6 +46,8 @@ class DDTreeConfig:
     tree_probabilities: TreeProbabilities = "conditional"
     tree_top_k: int | None = None
     draft_length: int | None = None
+    tree_lookup: bool = False
+    max_matching_ngram_size: int | None = None
     return_trees: bool = False
 
     def __post_init__(self) -> None:
@@ -66,8 +71,11 @@ class DDTreeConfig:
             require_positive_int("tree_top_k", self.tree_top_k, or_none=True)
         if self.draft_length is not None:
             require_positive_int("draft_length", self.draft_length, or_none=True)
-        if not isinstance(self.return_trees, bool):
-            raise ValueError(f"`return_trees` must be True or False, but is {self.return_trees!r}.")
+        if self.max_matching_ngram_size is not None:
+            require_positive_int("max_matching_ngram_size", self.max_matching_ngram_size, or_none=True)
+        for name in ("tree_lookup", "return_trees"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False, but is {getattr(self, name)!r}.")
 
     @classmethod
     def knobs(cls) -> tuple[str, ...]:

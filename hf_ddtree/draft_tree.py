@@ -174,6 +174,40 @@ class DraftTree:
         parents = torch.searchsorted(kept, self.parents[kept[1:]])
         return DraftTree(self.token_ids[kept], torch.cat((self.parents[:1], parents)), self.log_probs[kept])
 
+    def merge(self, other: DraftTree) -> DraftTree:
+        """The tree of all paths of both, each with the better of its log-probabilities; own nodes come first.
+
+        Args:
+            other: A tree with the same root.
+        """
+        tokens, parents, log_probs = self.token_ids.tolist(), self.parents.tolist(), self.log_probs.tolist()
+        node_of_edge = dict(self._child_by_edge)
+        places = [0]
+        for token, parent, log_prob in zip(
+            other.token_ids[1:].tolist(), other.parents[1:].tolist(), other.log_probs[1:].tolist()
+        ):
+            edge = places[parent], token
+            node = node_of_edge.setdefault(edge, len(tokens))
+            places.append(node)
+            if node == len(tokens):
+                tokens.append(token)
+                parents.append(edge[0])
+                log_probs.append(log_prob)
+            else:
+                log_probs[node] = max(log_probs[node], log_prob)
+        return DraftTree(
+            torch.tensor(tokens, device="cpu"),
+            torch.tensor(parents, device="cpu"),
+            torch.tensor(log_probs, dtype=torch.float32, device="cpu"),
+        )
+
+    def best_chain(self) -> DraftTree:
+        """The path that goes on with each node's most probable child; of equally probable ones with the first."""
+        path = [0]
+        while children := self.children(path[-1]):
+            path.append(max(children, key=lambda child: float(self.log_probs[child])))
+        return DraftTree(self.token_ids[path], torch.arange(-1, len(path) - 1, device="cpu"), self.log_probs[path])
+
     @cached_property
     def _parent_list(self) -> list[int]:
         return self.parents.tolist()

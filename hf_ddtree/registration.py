@@ -18,10 +18,10 @@ from transformers import (
 
 from .attention import dispatch
 from .candidate_generators import TreeCandidateGenerator
-from .configuration import DDTreeConfig
+from .configuration import DDTreeConfig, require_positive_int
 from .drafters import DFlashDraftModel
 from .strategy import DDTreeDecoding, ddtree
-from .support import check_arguments
+from .support import LOOKUP_ARGUMENTS, check_arguments
 
 # What each strategy fixes of `DDTreeConfig`: a chain is a tree of width 1.
 STRATEGIES: dict[str, dict[str, Any]] = {"ddtree": {}, "dflash": {"tree_shape": "chain"}}
@@ -80,7 +80,6 @@ def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is not None:
             if decoding is not None:
                 raise ValueError("Both `generation_strategy` and `custom_generate` are given. Pass one of them.")
-            _check(self, arguments)
             decoding = _decoding(self, strategy, arguments)
         elif isinstance(decoding, DDTreeDecoding):
             _check(self, arguments)
@@ -108,7 +107,8 @@ def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_no_strategy_is_meant(arguments: dict[str, Any]) -> None:
     """Refuses what only a strategy understands, where Transformers would complain of something else."""
-    own = [name for name in (*DDTreeConfig.knobs(), *OWN_ARGUMENTS) if arguments.get(name) is not None]
+    names = {*DDTreeConfig.knobs(), *OWN_ARGUMENTS} - {*LOOKUP_ARGUMENTS}
+    own = sorted(name for name in names if arguments.get(name) is not None)
     if isinstance(arguments.get("assistant_model"), (DFlashDraftModel, TreeCandidateGenerator)):
         own.append("assistant_model")
     if own and "generation_strategy" not in arguments:
@@ -118,7 +118,7 @@ def _check_no_strategy_is_meant(arguments: dict[str, Any]) -> None:
         )
 
 
-def _check(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+def _check(model: PreTrainedModel, arguments: dict[str, Any], tree_lookup: bool = False) -> None:
     defaults = GenerationConfig._get_default_generation_params()
 
     def set_by_call(name: str) -> Any:
@@ -126,7 +126,7 @@ def _check(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         inherited = getattr(model.generation_config, name, None), defaults.get(name)
         return None if name not in arguments and value in inherited else value
 
-    check_arguments(lambda name: _setting(model, arguments, name), set_by_call)
+    check_arguments(lambda name: _setting(model, arguments, name), set_by_call, tree_lookup)
 
 
 def _decoding(model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]) -> DDTreeDecoding:
@@ -138,8 +138,11 @@ def _decoding(model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]) 
         )
     knobs = {name: _configured(model, arguments, name) for name in DDTreeConfig.knobs()}
     knobs = {name: value for name, value in knobs.items() if value is not None}
-    knobs |= {name: arguments.pop(name) for name in DDTreeConfig.knobs() if name in arguments}
-    arguments.pop("generation_strategy", None)
+    knobs |= {name: arguments[name] for name in DDTreeConfig.knobs() if name in arguments}
+    knobs |= _lookup_knobs(model, arguments, knobs)
+    _check(model, arguments, knobs.get("tree_lookup") is True)
+    for name in ("generation_strategy", *DDTreeConfig.knobs()):
+        arguments.pop(name, None)
     for name, fixed in STRATEGIES[strategy].items():
         if knobs.get(name, fixed) != fixed:
             raise ValueError(
@@ -154,6 +157,27 @@ def _decoding(model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]) 
         synced_gpus=arguments.get("synced_gpus"),
         **(knobs | STRATEGIES[strategy]),
     )
+
+
+def _lookup_knobs(model: PreTrainedModel, arguments: dict[str, Any], knobs: dict[str, Any]) -> dict[str, Any]:
+    """What Transformers' own argument for prompt lookup means here; Transformers gets to see None in its place."""
+    num_tokens = _setting(model, arguments, "prompt_lookup_num_tokens")
+    if num_tokens is None:
+        return {}
+    if arguments.get("assistant_model") is not None or arguments.get("candidate_generator") is not None:
+        raise ValueError(
+            f"`prompt_lookup_num_tokens` is {num_tokens!r} and a drafter is given as well. Leave one of them out, or "
+            "set `tree_lookup=True` in place of the former: then both draft."
+        )
+    for name, meant in (("tree_lookup", True), ("draft_length", num_tokens)):
+        if knobs.get(name, meant) != meant:
+            raise ValueError(
+                f"`{name}` is {knobs[name]!r}, but `prompt_lookup_num_tokens={num_tokens!r}` means {meant!r}. Leave "
+                "one of them out."
+            )
+    require_positive_int("prompt_lookup_num_tokens", num_tokens)
+    arguments["prompt_lookup_num_tokens"] = None
+    return {"tree_lookup": True, "draft_length": num_tokens}
 
 
 def _use_tokenizer(model: PreTrainedModel, arguments: dict[str, Any]) -> None:

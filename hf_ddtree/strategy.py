@@ -11,7 +11,13 @@ from transformers.generation import stopping_criteria as stopping
 
 from .acceptance import PER_TOKEN_PROCESSORS, Chooser
 from .budget import policy_for
-from .candidate_generators import TreeCandidateGenerator, drafter_kind, make_candidate_generator
+from .candidate_generators import (
+    CombinedTreeCandidateGenerator,
+    PromptLookupTreeCandidateGenerator,
+    TreeCandidateGenerator,
+    drafter_kind,
+    make_candidate_generator,
+)
 from .compat import CACHE_KEY, cache_of
 from .configuration import DDTreeConfig, describe_type
 from .decoding import decode
@@ -79,7 +85,7 @@ class DDTreeDecoding:
         **model_kwargs: Any,
     ) -> DDTreeOutput | Tensor:
         """Decodes from the inputs that `generate()` prepared."""
-        check_settings(model, generation_config)
+        check_settings(model, generation_config, self.config.tree_lookup)
         check_call(generation_config, logits_processor)
         check_processes(model, generation_config, self._synced_gpus)
         check_target(model)
@@ -87,9 +93,7 @@ class DDTreeDecoding:
         check_positions(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
         if generation_config.compile_config is not None:
             model._valid_auto_compile_criteria(model_kwargs, generation_config)  # says that nothing is compiled
-        generator = self._candidate_generator
-        if generator is None:
-            generator = make_candidate_generator(self._assistant_model, model, self.config, self._draft_state)
+        generator = self._make_generator(model)
         groups = make_groups(input_ids, logits_processor, stopping_criteria, generation_config, self._streamer)
         processes = Processes(model, self._synced_gpus)
         chooser = Chooser(logits_processor, generation_config.do_sample, processes.agree)
@@ -112,6 +116,16 @@ class DDTreeDecoding:
             draft_state=generator.state,
             **{CACHE_KEY: cache_of(model_kwargs)},
         )
+
+    def _make_generator(self, model: PreTrainedModel) -> TreeCandidateGenerator:
+        generator = self._candidate_generator
+        if self._assistant_model is not None:
+            generator = make_candidate_generator(self._assistant_model, model, self.config, self._draft_state)
+        if not self.config.tree_lookup:
+            assert generator is not None
+            return generator
+        lookup = PromptLookupTreeCandidateGenerator(model, self.config)
+        return lookup if generator is None else CombinedTreeCandidateGenerator(generator, lookup, self.config)
 
 
 def ddtree(
@@ -137,8 +151,8 @@ def ddtree(
         **knobs: Fields of `DDTreeConfig`, such as `tree_budget`.
 
     Raises:
-        ValueError: If neither or both of the drafter and the generator are given, or a knob has a value that is not
-            allowed.
+        ValueError: If both the drafter and the generator are given, or neither and no `tree_lookup`, or a knob has a
+            value that is not allowed.
         TypeError: If the generator is no `TreeCandidateGenerator`, or a keyword argument is no knob.
     """
     config, unknown = DDTreeConfig.from_kwargs(knobs)
@@ -147,10 +161,11 @@ def ddtree(
             f"`ddtree` has no argument {', '.join(map(repr, unknown))}. Its knobs are "
             f"{', '.join(DDTreeConfig.knobs())}."
         )
-    if assistant_model is None and candidate_generator is None:
+    if assistant_model is None and candidate_generator is None and not config.tree_lookup:
         raise ValueError(
             "Tree decoding needs a drafter, but neither `assistant_model` nor `candidate_generator` is given. Load "
-            "one with `hf_ddtree.load_drafter(..., target_model=model)` and pass it as `assistant_model`."
+            "one with `hf_ddtree.load_drafter(..., target_model=model)` and pass it as `assistant_model`, or set "
+            "`tree_lookup=True` to draft from the prompt and the output."
         )
     if assistant_model is not None and candidate_generator is not None:
         raise ValueError(
@@ -166,7 +181,7 @@ def ddtree(
     return DDTreeDecoding(config, assistant_model, candidate_generator, draft_state, streamer, synced_gpus)
 
 
-def check_settings(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
+def check_settings(model: PreTrainedModel, generation_config: GenerationConfig, tree_lookup: bool = False) -> None:
     """Refuses what is set in the configuration that `generate()` prepared from the model's and the call's."""
     defaults = GenerationConfig._get_default_generation_params()
 
@@ -177,7 +192,7 @@ def check_settings(model: PreTrainedModel, generation_config: GenerationConfig) 
         inherited = getattr(model.generation_config, name, None), defaults.get(name)
         return None if setting(name) in inherited else setting(name)
 
-    check_arguments(setting, set_by_call)
+    check_arguments(setting, set_by_call, tree_lookup)
 
 
 def make_groups(

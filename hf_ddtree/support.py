@@ -50,19 +50,20 @@ GUIDANCE_PROCESSORS = (
     logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 # What asks for another way to draft, and what does not work as it should, whoever sets it; and what to do instead.
-OTHER_DRAFTERS = ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit")
+OTHER_DRAFTERS = ("use_mtp", "assistant_early_exit")
 # What says how others draft. A model's own generation config may hold these, where they change no output.
 OTHER_DRAFTERS_KNOBS = {
     "assistant_tokenizer": "Drafters share the target's tokenizer; leave it out.",
     "num_assistant_tokens": "Set `draft_length` and `tree_budget`.",
     "num_assistant_tokens_schedule": "Set `tree_budget`.",
     "assistant_confidence_threshold": "Set `tree_budget`: the nodes go where the drafter is confident.",
-    "max_matching_ngram_size": "Leave it out.",
     "assistant_lookbehind": "Drafters share the target's tokenizer; leave it out.",
     "target_lookbehind": "Drafters share the target's tokenizer; leave it out.",
     "assistant_ensemble_weight": "Tree decoding changes no probability; leave it out.",
     "speculation_type": "`generation_strategy` says it already; leave it out.",
 }
+# What says how Transformers looks continuations up, which trees do as well.
+LOOKUP_ARGUMENTS = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
 # Rotary embeddings whose frequencies depend on the highest position of a forward.
 CHANGING_ROPE_TYPES = ("dynamic", "longrope")
 # Models whose attention goes by a key's index in the cache, where a node's siblings have a place as well.
@@ -76,12 +77,15 @@ CACHE_LAYERS = (
 )
 
 
-def check_arguments(setting: Callable[[str], Any], set_by_call: Callable[[str], Any]) -> None:
+def check_arguments(
+    setting: Callable[[str], Any], set_by_call: Callable[[str], Any], tree_lookup: bool = False
+) -> None:
     """Refuses arguments that Transformers would ignore, or refuse for a reason that does not hold here.
 
     Args:
         setting: The value of an argument of `generate()`, whoever sets it; None if nobody does.
         set_by_call: The same, None if it is but the model's default.
+        tree_lookup: Whether continuations are looked up, which the knobs have taken from these arguments.
 
     Raises:
         ValueError: If there is one. The message says what works instead.
@@ -93,6 +97,17 @@ def check_arguments(setting: Callable[[str], Any], set_by_call: Callable[[str], 
                 "drafter. Leave it out and pass a drafter as `assistant_model` or a `TreeCandidateGenerator` as "
                 "`candidate_generator`, or generate without `generation_strategy`."
             )
+    if not tree_lookup and setting("prompt_lookup_num_tokens") is not None:
+        raise ValueError(
+            "`prompt_lookup_num_tokens` is set, which Transformers would answer with its own assisted generation. "
+            "Leave it out and give `tree_lookup=True` and `draft_length` to `hf_ddtree.ddtree`, or generate without "
+            "`generation_strategy`."
+        )
+    if not tree_lookup and set_by_call("max_matching_ngram_size") is not None:
+        raise ValueError(
+            "`max_matching_ngram_size` is set, but nothing is looked up. Set `tree_lookup=True` as well, or leave it "
+            "out."
+        )
     for name, instead in OTHER_DRAFTERS_KNOBS.items():
         if set_by_call(name) is not None:
             raise ValueError(

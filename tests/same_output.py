@@ -39,7 +39,10 @@ def assert_same_cache(got: DynamicCache, expected: DynamicCache) -> None:
         assert not getattr(layer, "record_past", False)
         if isinstance(layer, LinearAttentionLayer):
             assert_close(layer.conv_states[0], layer_expected.conv_states[0])
-            assert_close(layer.recurrent_states[0], layer_expected.recurrent_states[0])
+            state, state_expected = layer.recurrent_states[0], layer_expected.recurrent_states[0]
+            assert (state is None) == (state_expected is None)
+            if state is not None:
+                assert_close(state, state_expected)
             continue
         if layer_expected.keys is None:
             continue

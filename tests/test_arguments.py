@@ -44,7 +44,7 @@ KNOB = ("drafters of Transformers' own assisted generation",)
 # For each argument that is refused: a value, and what the message says.
 REFUSED = {
     "use_mtp": (True, ASSISTED),
-    "prompt_lookup_num_tokens": (3, ASSISTED),
+    "prompt_lookup_num_tokens": (3, ("`tree_lookup=True`", "Leave")),
     "assistant_early_exit": (1, ASSISTED),
     "is_assistant": (True, ("drafts for another", "generate without")),
     "cache_implementation": ("paged", ("continuous batching", "unset")),
@@ -53,7 +53,7 @@ REFUSED_IF_SET_BY_THE_CALL = {
     "num_assistant_tokens": (7, (*KNOB, "`draft_length`", "`tree_budget`")),
     "num_assistant_tokens_schedule": ("heuristic", (*KNOB, "`tree_budget`")),
     "assistant_confidence_threshold": (0.3, (*KNOB, "`tree_budget`")),
-    "max_matching_ngram_size": (3, KNOB),
+    "max_matching_ngram_size": (3, ("nothing is looked up", "`tree_lookup=True`")),
     "assistant_lookbehind": (4, (*KNOB, "tokenizer")),
     "target_lookbehind": (4, (*KNOB, "tokenizer")),
     "assistant_ensemble_weight": (0.5, (*KNOB, "no probability")),

@@ -154,7 +154,6 @@ def test_beams(model, do_sample):
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
         ({"dola_layers": "high"}, "dola generation"),
         ({"force_words_ids": [[3]]}, "constrained beam search"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
     ],
 )
 def test_other_generation_modes(arguments, words):

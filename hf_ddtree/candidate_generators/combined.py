@@ -1,0 +1,57 @@
+"""Trees of two generators in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..configuration import DDTreeConfig
+from ..draft_tree import DraftTree
+from .base import DraftContext, TreeCandidateGenerator
+
+
+class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
+    """Drafts the most probable nodes of what a drafter and a lookup propose.
+
+    Both build a tree under the whole budget. A path that is in both counts with the better of its probabilities, and
+    the budget goes to the most probable paths, wherever they come from. So where nothing is looked up the tree is the
+    drafter's.
+
+    Args:
+        drafter: The generator whose state and features count.
+        lookup: Another one, which hooks no layers and keeps no state between calls.
+        config: Whether the tree is a chain.
+    """
+
+    def __init__(
+        self, drafter: TreeCandidateGenerator, lookup: TreeCandidateGenerator, config: DDTreeConfig | None = None
+    ) -> None:
+        super().__init__()
+        self._drafter = drafter
+        self._lookup = lookup
+        self._is_chain = config is not None and config.tree_shape == "chain"
+        self.feature_layers = drafter.feature_layers
+        self.end_tokens = drafter.end_tokens | lookup.end_tokens
+
+    @property
+    def state(self) -> Any:
+        """The drafter's."""
+        return self._drafter.state
+
+    def start(self, cached_ids: Tensor, num_cached: int) -> None:
+        super().start(cached_ids, num_cached)
+        self._drafter.start(cached_ids, num_cached)
+        self._lookup.start(cached_ids, num_cached)
+
+    def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
+        drafted = self._drafter.propose(context, budget)
+        found = self._lookup.propose(context, budget)
+        self.num_forwards, self.build_seconds = self._drafter.num_forwards, self._drafter.build_seconds
+        merged = [
+            one.merge(other).truncate(budget) if other.num_drafted else one for one, other in zip(drafted, found)
+        ]
+        return [tree.best_chain() for tree in merged] if self._is_chain else merged
+
+    def finish(self, context: DraftContext) -> None:
+        self._drafter.finish(context)

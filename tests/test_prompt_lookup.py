@@ -1,0 +1,405 @@
+"""Prompt lookup: what is found, what trees are made of it, and that no token changes."""
+
+import math
+import random
+
+import pytest
+import torch
+from families import CASES, VOCAB_SIZE, make_model
+from generator_grid import CALLS, GRID, check_case
+from random_drafter import make_drafter
+from same_output import assert_same_cache, assert_same_details
+from side_by_side import make_prompt
+from transformers import GenerationConfig
+
+import hf_ddtree
+from hf_ddtree import DDTreeConfig, DraftContext, DraftTree, TreeCandidateGenerator
+from hf_ddtree.candidate_generators import (
+    CombinedTreeCandidateGenerator,
+    PromptLookupTreeCandidateGenerator,
+    prompt_lookup,
+)
+from hf_ddtree.candidate_generators.prompt_lookup import INDEXED_LENGTHS, NgramIndex
+from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.testing import OracleTreeCandidateGenerator
+
+PHRASE = [7, 3, 9, 4, 8, 1, 5, 2, 6, 11, 13, 12, 10, 14, 17, 16, 15, 18]
+
+
+def make_generator(end_tokens=None, **knobs):
+    model = make_model("llama", "sdpa")
+    generator = PromptLookupTreeCandidateGenerator(model, DDTreeConfig(**knobs))
+    generator.end_tokens = frozenset(end_tokens or ())
+    return generator
+
+
+def propose(generator, *rows, budget=16):
+    """Trees for rows of any length, the shorter ones padded at the left with 0."""
+    longest = max(map(len, rows))
+    token_ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
+    return generator.propose(DraftContext(token_ids, [len(row) - 1 for row in rows]), budget)
+
+
+def paths(tree):
+    """The tokens of all paths from below the root to a leaf."""
+    parents = tree.parents.tolist()
+    return sorted(tree.tokens_of(tree.path(node))[1:] for node in range(1, len(tree)) if node not in parents)
+
+
+# --- the index ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("seed", range(60))
+def test_occurrences_are_those_of_a_search_through_all(seed):
+    draw = random.Random(seed)
+    longest = draw.choice([1, 2, 3, 5, 16, 40])
+    sequence = [draw.randrange(draw.choice([2, 3, 9])) for _ in range(draw.randint(1, 70))]
+    index = NgramIndex(longest)
+    rest = list(sequence)
+    while rest:
+        count = draw.choice([1, 1, 2, 5, 30])
+        index.extend(rest[:count])
+        del rest[:count]
+    expected = []
+    for end in range(len(sequence) - 1):
+        lengths = {min(length, longest) for length in INDEXED_LENGTHS if end + 1 >= min(length, longest)}
+        matches = [n for n in lengths if sequence[end + 1 - n : end + 1] == sequence[len(sequence) - n :]]
+        if matches:
+            expected.append((end, max(matches)))
+    expected.sort(key=lambda found: (-found[1], -found[0]))
+    assert index.tokens == sequence
+    assert [tuple(found) for found in index.occurrences(most=1000)] == expected
+
+
+def test_the_most_recent_occurrences_are_looked_at():
+    index = NgramIndex()
+    index.extend([5, 6, 7] + [5, 1] * 50 + [6, 7])
+    assert [tuple(found) for found in index.occurrences(most=3)] == [(2, 2)]
+    index.extend([5])
+    assert [found.end for found in index.occurrences(most=3)][-2:] == [101 - 2, 101 - 4]
+
+
+# --- trees ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_what_follows_the_longest_match_is_drafted():
+    (tree,) = propose(make_generator(), PHRASE + [30, 31] + PHRASE[:8])
+    assert tree.token_ids[0] == PHRASE[7]
+    assert tree.is_chain
+    assert tree.tokens_of(list(range(1, len(tree)))) == (PHRASE[8:] + [30, 31] + PHRASE)[: len(tree) - 1]
+    assert len(tree) > 4
+
+
+@pytest.mark.core
+def test_continuations_are_merged_into_one_trie():
+    """Two of three went on alike for two tokens: the more frequent and the more recent come first."""
+    head = PHRASE[:8]
+    text = head + [20, 21, 22, 40] + head + [23, 24, 25, 41] + head + [20, 21, 26, 42] + head
+    (tree,) = propose(make_generator(), text, budget=32)
+    first = [path[0] for path in paths(tree)]
+    assert set(first) == {20, 23}
+    starts = {tuple(path[:3]) for path in paths(tree)}
+    assert {(20, 21, 22), (20, 21, 26), (23, 24, 25)} <= starts
+    by_token = {int(tree.token_ids[node]): node for node in tree.children(0)}
+    assert tree.log_probs[by_token[20]] > tree.log_probs[by_token[23]]
+    assert by_token[20] == 1
+    at_fork = tree.child_with_token(tree.child_with_token(0, 20), 21)
+    assert [int(tree.token_ids[node]) for node in tree.children(at_fork)] == [26, 22]
+
+
+@pytest.mark.core
+def test_log_probs_are_those_of_paths():
+    draw = random.Random(3)
+    generator = make_generator()
+    text = [draw.randrange(4) for _ in range(40)]
+    grown = 0
+    for _ in range(60):
+        (tree,) = propose(generator, text)
+        text.append(draw.choice(text[-8:]))
+        # `from_parents` checks order, siblings, and that no node is more probable than its parent.
+        checked = DraftTree.from_parents(tree.token_ids, tree.parents, tree.log_probs)
+        children = [float(checked.log_probs[checked.children(node)].exp().sum()) for node in range(len(tree))]
+        assert all(total <= math.exp(tree.log_probs[node]) + 1e-5 for node, total in enumerate(children) if total)
+        grown += len(tree) > 3
+    assert grown > 20
+
+
+def test_nothing_is_drafted_where_nothing_was_seen_before():
+    (tree,) = propose(make_generator(), list(range(30)))
+    assert len(tree) == 1 and tree.token_ids.tolist() == [29]
+
+
+def test_a_loop_is_drafted_round_and_round():
+    (tree,) = propose(make_generator(), [1, 2, 3, 4, 5, 6, 30, 31, 32, 30, 31, 32])
+    assert tree.tokens_of(list(range(1, len(tree))))[:6] == [30, 31, 32, 30, 31, 32]
+
+
+@pytest.mark.core
+def test_nothing_is_drafted_beyond_an_end_token():
+    text = PHRASE + [30] + PHRASE[:8]
+    (tree,) = propose(make_generator(end_tokens=[PHRASE[9]]), text)
+    assert tree.tokens_of(list(range(len(tree)))) == PHRASE[7:10]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 9])
+def test_budget_and_depth(budget):
+    text = PHRASE * 2 + [30] + PHRASE[:8]
+    assert propose(make_generator(), text, budget=budget)[0].num_drafted == budget
+    (tree,) = propose(make_generator(draft_length=2), text, budget=budget)
+    assert int(tree.depths.max()) == min(2, budget)
+
+
+def test_shapes_and_width():
+    head = PHRASE[:8]
+    text = [token for other in (20, 23, 26) for token in [*head, other, other + 1, other + 2, other + 20]] + head
+    (tree,) = propose(make_generator(), text)
+    assert len(tree.children(0)) == 3
+    assert len(propose(make_generator(tree_top_k=2), text)[0].children(0)) == 2
+    (chain,) = propose(make_generator(tree_shape="chain"), text)
+    assert chain.is_chain and chain.token_ids[1] == 26
+    (spine,) = propose(make_generator(tree_shape="spine_first"), text, budget=3)
+    assert spine.is_chain and spine.tokens_of([1, 2, 3]) == [26, 27, 28]
+
+
+def test_the_longest_match_can_be_limited():
+    """The recent occurrence of two tokens counts as much as the earlier one of eight."""
+    text = PHRASE + [50, 51] + PHRASE[6:8] + [40, 41, 42] + PHRASE[:8]
+    assert propose(make_generator(), text)[0].token_ids[1] == PHRASE[8]
+    assert propose(make_generator(max_matching_ngram_size=2), text)[0].token_ids[1] == 40
+
+
+def test_rows_of_different_lengths():
+    rows = [PHRASE + [30] + PHRASE[:8], PHRASE[::-1] + PHRASE[::-1][:5], list(range(20))]
+    generator, alone = make_generator(), [make_generator() for _ in rows]
+    for _ in range(3):
+        trees = propose(generator, *rows)
+        for row, tree, own in zip(rows, trees, alone):
+            (expected,) = propose(own, row)
+            assert tree.token_ids.tolist() == expected.token_ids.tolist()
+            row += tree.tokens_of(tree.path(len(tree) - 1))[1:] + [60]
+
+
+@pytest.mark.core
+def test_a_long_sequence_gives_the_tree_that_it_gives_at_once(monkeypatch):
+    """Token by token, and after the sequence has become another one, if nothing is learned."""
+    monkeypatch.setattr(prompt_lookup.Trust, "observe", lambda *_: None)
+    draw = random.Random(5)
+    text = [draw.randrange(5) for _ in range(80)]
+    generator = make_generator()
+    for length in range(1, len(text)):
+        (tree,) = propose(generator, text[:length])
+        (expected,) = propose(make_generator(), text[:length])
+        assert tree.token_ids.tolist() == expected.token_ids.tolist()
+        assert tree.log_probs.tolist() == expected.log_probs.tolist()
+    other = [draw.randrange(5) for _ in range(60)]
+    assert propose(generator, other)[0].token_ids.tolist() == propose(make_generator(), other)[0].token_ids.tolist()
+
+
+def test_matches_that_mislead_are_trusted_no_more():
+    """Each time the same 4 tokens come up, another one follows: soon nothing is drafted, until it pays again."""
+    generator, text = make_generator(), [1, 2, 3, 4]
+    sizes = []
+    for novel in range(100, 160):
+        text += [novel, 1, 2, 3, 4]
+        sizes.append(propose(generator, text)[0].num_drafted)
+    assert sizes[0] > 0 and not any(sizes[-20:])
+    for _ in range(40):
+        text += [5, 1, 2, 3, 4]
+        sizes.append(propose(generator, text)[0].num_drafted)
+    assert sizes[-1] > 2
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", GRID, ids=" - ".join)
+def test_grid(case):
+    check_case(case, lambda model: {"tree_lookup": True})
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("call", CALLS)
+def test_grid_with_eager_drafts(call, monkeypatch):
+    """Trees are drafted from the least evidence, so that wrong branches, and right ones, come in every round."""
+    monkeypatch.setattr(prompt_lookup, "LEAST_PROBABILITY", 0.0)
+    monkeypatch.setattr(prompt_lookup, "LEAST_GAIN", 0.0)
+    check_case(("qwen3_5", call), lambda model: {"tree_lookup": True, "tree_budget": 9})
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_grid_with_a_drafter(call, monkeypatch):
+    monkeypatch.setattr(prompt_lookup, "LEAST_PROBABILITY", 0.0)
+    check_case(
+        ("qwen3_5", call),
+        lambda model: {"tree_lookup": True, "assistant_model": make_drafter(model), "tree_budget": 7},
+    )
+
+
+class NowAndThen(OracleTreeCandidateGenerator):
+    """Drafts nothing in two of three rounds."""
+
+    def propose(self, context, budget):
+        trees = super().propose(context, budget)
+        if self._random.random() < 1 / 3:
+            return trees
+        return [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_rounds_without_drafts(family, attention):
+    """They take the forward of plain decoding and leave what it leaves, for the rounds with drafts around them."""
+    model = make_model(family, attention)
+    # Gemma 3n has hidden states of another form.
+    options = {"max_new_tokens": 40, "return_dict_in_generate": True, "output_hidden_states": family != "gemma3n"}
+    plain = model.generate(make_prompt(), **options)
+    generator = NowAndThen(plain.sequences, VOCAB_SIZE)
+    tree = model.generate(make_prompt(), **options, generation_strategy="ddtree", candidate_generator=generator)
+    assert tree.sequences.tolist() == plain.sequences.tolist()
+    assert 0 in tree.ddtree_stats.tree_sizes and max(tree.ddtree_stats.tree_sizes) > 2
+    assert_same_details(tree.hidden_states, plain.hidden_states)
+    assert_same_cache(tree[CACHE_KEY], plain[CACHE_KEY])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("through", ["keyword", "config", "model"])
+def test_the_argument_of_transformers(family, through, monkeypatch):
+    """It looks up as many tokens, on hybrids and in batches as well, which Transformers refuses."""
+    monkeypatch.setattr(prompt_lookup, "LEAST_PROBABILITY", 0.0)
+    model = make_model(family, "sdpa")
+    prompt = torch.tensor([PHRASE * 2, PHRASE[::-1] * 2])
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(prompt, **options)
+    lookup = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 4}
+    own = {"generation_strategy": "ddtree", "return_trees": True, "return_dict_in_generate": True}
+    if through == "keyword":
+        out = model.generate(prompt, **options, **own, **lookup)
+    elif through == "config":
+        config = GenerationConfig(**options, **own, **lookup)
+        out = model.generate(prompt, generation_config=config)
+        assert config.prompt_lookup_num_tokens == 3
+    else:
+        monkeypatch.setattr(model, "generation_config", GenerationConfig(**options, **own, **lookup))
+        out = model.generate(prompt)
+        assert model.generation_config.prompt_lookup_num_tokens == 3
+    assert out.sequences.tolist() == plain.tolist()
+    depths = [int(tree.depths.max()) for trees in out.ddtree_stats.trees for tree in trees]
+    assert max(depths) == 3
+
+
+@pytest.mark.core
+def test_transformers_own_lookup_is_left_alone():
+    model = make_model("llama", "sdpa")
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(make_prompt(), **options)
+    own = model.generate(make_prompt(), **options, prompt_lookup_num_tokens=3, max_matching_ngram_size=2)
+    assert own.tolist() == plain.tolist()
+    decoding = hf_ddtree.ddtree(tree_lookup=True, draft_length=3, max_matching_ngram_size=2)
+    assert model.generate(make_prompt(), **options, custom_generate=decoding).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prompt_lookup_num_tokens": 3, "draft_length": 4}, ("`draft_length` is 4", "3")),
+        ({"prompt_lookup_num_tokens": 3, "tree_lookup": False}, ("`tree_lookup` is False", "3")),
+        ({"prompt_lookup_num_tokens": 0}, ("`prompt_lookup_num_tokens`", "0", "at least 1")),
+        ({"tree_lookup": "yes"}, ("`tree_lookup`", "'yes'", "True or False")),
+        ({"tree_lookup": True, "max_matching_ngram_size": 0}, ("`max_matching_ngram_size`", "0", "at least 1")),
+        ({"tree_lookup": False}, ("`assistant_model`", "`tree_lookup=True`")),
+    ],
+)
+def test_refused(arguments, words):
+    with pytest.raises(ValueError) as raised:
+        make_model("llama", "sdpa").generate(make_prompt(), generation_strategy="ddtree", **arguments)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_no_strategy():
+    with pytest.raises(ValueError, match="`tree_lookup` is for tree decoding"):
+        make_model("llama", "sdpa").generate(make_prompt(), tree_lookup=True)
+
+
+def test_inside_assisted_decoding():
+    """`get_candidates` returns the best chain, with nothing told before."""
+    token_ids = torch.tensor([PHRASE + [30] + PHRASE[:8]])
+    candidates, logits = make_generator().get_candidates(token_ids)
+    assert logits is None
+    assert candidates[0, token_ids.shape[1] :].tolist()[:5] == PHRASE[8:13]
+
+
+# --- together with a drafter ----------------------------------------------------------------------------------------
+
+
+class Fixed(TreeCandidateGenerator):
+    """Proposes the same paths below whatever the root is."""
+
+    def __init__(self, tokens, parents, log_probs):
+        super().__init__()
+        self._parts = tokens, parents, log_probs
+
+    def propose(self, context, budget):
+        tokens, parents, log_probs = self._parts
+        return [
+            DraftTree.from_parents([root, *tokens], [-1, *parents], [0.0, *log_probs]).truncate(budget)
+            for root in context.input_ids[:, -1].tolist()
+        ]
+
+
+def test_a_budget_is_shared_by_probability():
+    drafter = Fixed([50, 51, 52], [0, 1, 0], [-0.1, -3.0, -0.5])
+    lookup = Fixed([50, 53, 54], [0, 1, 2], [-0.4, -0.6, -0.7])
+    context = DraftContext(torch.tensor([[1, 2]]), [1])
+    (tree,) = CombinedTreeCandidateGenerator(drafter, lookup).propose(context, 4)
+    assert paths(tree) == [[50, 53, 54], [52]]
+    assert tree.log_probs.tolist() == pytest.approx([0.0, -0.1, -0.5, -0.6, -0.7])
+    chain = CombinedTreeCandidateGenerator(drafter, lookup, DDTreeConfig(tree_shape="chain"))
+    assert paths(chain.propose(context, 4)[0]) == [[50, 53, 54]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_merged_tree_holds_the_paths_of_both(seed):
+    one, other = random_tree(2 * seed), random_tree(2 * seed + 1)
+    merged = one.merge(other)
+    DraftTree.from_parents(merged.token_ids, merged.parents, merged.log_probs)
+    expected = {}
+    for tree in (one, other):
+        for node in range(len(tree)):
+            path = tuple(tree.tokens_of(tree.path(node)))
+            expected[path] = max(expected.get(path, -math.inf), float(tree.log_probs[node]))
+    got = {tuple(merged.tokens_of(merged.path(n))): float(merged.log_probs[n]) for n in range(len(merged))}
+    assert got == expected
+
+
+def random_tree(seed):
+    draw = random.Random(seed)
+    tokens, parents, log_probs = [0], [-1], [0.0]
+    while len(tokens) < 14:
+        parent, token = draw.randrange(len(tokens)), draw.randrange(1, 5)
+        if (parent, token) not in zip(parents, tokens):
+            tokens.append(token)
+            parents.append(parent)
+            log_probs.append(log_probs[parent] - draw.random())
+    return DraftTree.from_parents(tokens, parents, log_probs)
+
+
+@pytest.mark.core
+def test_the_drafter_keeps_its_state_between_turns():
+    model = make_model("qwen3_5", "sdpa")
+    drafter = make_drafter(model)
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+    trees = []
+    for lookup in (False, True):
+        ddtree = {"generation_strategy": "ddtree", "assistant_model": drafter, "tree_lookup": lookup}
+        first = model.generate(make_prompt(), **options, **ddtree)
+        history = torch.cat((first.sequences, make_prompt(seed=1)), dim=1)
+        state = {CACHE_KEY: first[CACHE_KEY], "draft_state": first.draft_state}
+        second = model.generate(history, **options, **ddtree, **state, return_trees=True)
+        trees.append(second.ddtree_stats.trees[0][0])
+    # Nothing is looked up in random tokens, so the drafts of the drafter tell what it knew.
+    assert trees[0].token_ids.tolist() == trees[1].token_ids.tolist()
+    assert trees[0].log_probs.tolist() == trees[1].log_probs.tolist()
