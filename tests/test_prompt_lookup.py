@@ -273,7 +273,7 @@ def test_the_argument_of_transformers(family, through, monkeypatch):
     prompt = torch.tensor([PHRASE * 2, PHRASE[::-1] * 2])
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(prompt, **options)
-    lookup = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 4}
+    lookup = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 4, "tree_budget": 12}
     own = {"generation_strategy": "ddtree", "return_trees": True, "return_dict_in_generate": True}
     if through == "keyword":
         out = model.generate(prompt, **options, **own, **lookup)
