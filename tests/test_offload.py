@@ -15,6 +15,7 @@ from hf_ddtree.placement import embedding_rows, execution_device
 
 FAMILIES = ["llama", "gemma3", "qwen3_5"]
 OPTIONS = {"max_new_tokens": 32, "do_sample": False, "return_dict_in_generate": True}
+BY_TREE = {"generation_strategy": "ddtree", "tree_budget": 16}
 
 
 def device_map(*on_disk):
@@ -51,14 +52,12 @@ def test_offloaded_targets(family, how, tmp_path):
     target, drafter = offload(whole, how, tmp_path), make_drafter(whole)
     assert any(parameter.is_meta for parameter in target.parameters())
     oracle = hf_ddtree.testing.OracleTreeCandidateGenerator(plain.sequences, 64)
-    by_tree = target.generate(prompts, **OPTIONS, generation_strategy="ddtree", candidate_generator=oracle)
+    by_tree = target.generate(prompts, **OPTIONS, **BY_TREE, candidate_generator=oracle)
     assert by_tree.sequences.tolist() == plain.sequences.tolist()
     assert by_tree.ddtree_stats.tokens_per_forward > 1.4
 
     drafted = [
-        model.generate(
-            prompts[:1], **OPTIONS, generation_strategy="ddtree", assistant_model=drafter, return_trees=True
-        )
+        model.generate(prompts[:1], **OPTIONS, **BY_TREE, assistant_model=drafter, return_trees=True)
         for model in (whole, target)
     ]
     assert drafted[1].sequences.tolist() == plain.sequences[:1].tolist()
@@ -70,10 +69,10 @@ def test_an_offloaded_drafter(tmp_path):
     target = make_model("qwen3_5", "sdpa")
     plain = target.generate(make_prompt(), **OPTIONS)
     drafter = make_drafter(target)
-    expected = target.generate(make_prompt(), **OPTIONS, generation_strategy="ddtree", assistant_model=drafter)
+    expected = target.generate(make_prompt(), **OPTIONS, **BY_TREE, assistant_model=drafter)
     accelerate.cpu_offload(drafter, execution_device="cpu")
     assert drafter.fc.weight.is_meta and drafter.device.type == "cpu"
-    got = target.generate(make_prompt(), **OPTIONS, generation_strategy="ddtree", assistant_model=drafter)
+    got = target.generate(make_prompt(), **OPTIONS, **BY_TREE, assistant_model=drafter)
     assert got.sequences.tolist() == plain.sequences.tolist()
     assert got.ddtree_stats.tree_sizes == expected.ddtree_stats.tree_sizes
 
@@ -93,7 +92,7 @@ def test_from_pretrained_with_a_device_map(family, tmp_path):
     assert drafter.device.type == "cpu"
     plain = whole.generate(make_prompt(), **OPTIONS)
     for drafting in ({"assistant_model": drafter}, {"candidate_generator": make_oracle(plain.sequences)}):
-        by_tree = target.generate(make_prompt(), **OPTIONS, **drafting, generation_strategy="ddtree")
+        by_tree = target.generate(make_prompt(), **OPTIONS, **drafting, **BY_TREE)
         assert by_tree.sequences.tolist() == plain.sequences.tolist()
 
 
