@@ -114,6 +114,38 @@ def test_many_rounds(model):
     assert first_done < 30
 
 
+class RightChains(TreeCandidateGenerator):
+    """Chains of three tokens, all right; but the second row's first one goes wrong at once."""
+
+    def __init__(self, sequences):
+        super().__init__()
+        self.sequences, self.rounds = sequences.tolist(), 0
+
+    def propose(self, context, budget):
+        self.rounds += 1
+        trees = []
+        for row, (sequence, position) in enumerate(zip(self.sequences, context.root_positions)):
+            tokens = sequence[position : position + 4]
+            if (self.rounds, row) == (1, 1):
+                tokens[1] = 1 + tokens[1] % 2
+            trees.append(DraftTree.from_parents(tokens, list(range(-1, len(tokens) - 1))))
+        return trees
+
+
+@pytest.mark.core
+def test_whole_trees_of_rows_that_stand_at_different_lengths(model):
+    """Their nodes lie behind the longest row, not where the shorter one's belong."""
+    arguments = make_arguments(make_inputs(2), max_new_tokens=40)
+    plain = model.generate(**arguments)
+    generator = RightChains(plain.sequences)
+    tree = model.generate(
+        **arguments, generation_strategy="ddtree", candidate_generator=generator, return_trees=True
+    )
+    assert [len(path) for path in tree.ddtree_stats.accepted_paths[0]] == [4, 1]
+    assert [len(path) for path in tree.ddtree_stats.accepted_paths[1]] == [4, 4]
+    assert tree.sequences.tolist() == plain.sequences.tolist()
+
+
 @pytest.mark.core
 def test_a_row_that_finishes_with_its_first_token(model):
     inputs = make_inputs(3)
