@@ -1,7 +1,13 @@
 """Token-tree speculative decoding for Transformers' `generate()`: the same tokens in fewer forwards of the model."""
 
 from .budget import AutoBudget, BudgetPolicy
-from .candidate_generators import DFlashTreeCandidateGenerator, DraftContext, TreeCandidateGenerator
+from .candidate_generators import (
+    CausalLMTreeCandidateGenerator,
+    DFlashTreeCandidateGenerator,
+    DraftContext,
+    MTPTreeCandidateGenerator,
+    TreeCandidateGenerator,
+)
 from .checking import CheckReport, check
 from .configuration import DDTreeConfig
 from .demo import load_demo
@@ -16,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoBudget",
     "BudgetPolicy",
+    "CausalLMTreeCandidateGenerator",
     "CheckReport",
     "DDTreeConfig",
     "DDTreeOutput",
@@ -23,6 +30,7 @@ __all__ = [
     "DFlashTreeCandidateGenerator",
     "DraftContext",
     "DraftTree",
+    "MTPTreeCandidateGenerator",
     "TreeCandidateGenerator",
     "check",
     "ddtree",

@@ -27,7 +27,8 @@ class DDTreeConfig:
             most tokens a second, plain decoding included; a `BudgetPolicy` decides in its own way.
         tree_shape: How the budget is spent. `"best_first"` takes the most probable prefixes (DDTree,
             arXiv:2604.12989), `"spine_first"` takes the whole top-1 chain and then the most probable of the other
-            prefixes, `"chain"` takes the top-1 chain alone.
+            prefixes, `"chain"` takes the top-1 chain alone. By default what suits the drafter: spine-first for one
+            that expands its tree level by level, best-first for one that drafts a block.
         tree_probabilities: `"conditional"` takes the probability of a token given the one before it where the drafter
             knows it, as DFlash 2 does; `"marginal"` never does.
         tree_top_k: Most candidate tokens considered at each depth. By default as many as can matter under the budget.
@@ -42,7 +43,7 @@ class DDTreeConfig:
     """
 
     tree_budget: int | Literal["auto"] | BudgetPolicy = "auto"
-    tree_shape: TreeShape = "best_first"
+    tree_shape: TreeShape | None = None
     tree_probabilities: TreeProbabilities = "conditional"
     tree_top_k: int | None = None
     draft_length: int | None = None
@@ -63,7 +64,8 @@ class DDTreeConfig:
                 f"`tree_budget` is {self.tree_budget}, but a tree has at most {MOST_NODES} nodes: its ancestor mask "
                 "has an entry for each pair of them. Budgets beyond a few hundred hardly ever pay."
             )
-        require_tree_shape("tree_shape", self.tree_shape)
+        if self.tree_shape is not None:
+            require_tree_shape("tree_shape", self.tree_shape)
         if self.tree_probabilities not in TREE_PROBABILITIES:
             allowed = ", ".join(map(repr, TREE_PROBABILITIES))
             raise ValueError(f"`tree_probabilities` must be one of {allowed}, but is {self.tree_probabilities!r}.")

@@ -59,6 +59,7 @@ def decode(
         num_cached = cache_of(model_kwargs).get_seq_length()
         is_whole = prompt_length(generation_config, model_kwargs) == prompt.shape[1]
         generator.start(prompt[:, : num_cached if is_whole else 0], num_cached)
+        prompt_mask = _mask_of(prompt, model_kwargs.get("attention_mask"))
         with recorder.recording():
             outputs = model._prefill(prompt, generation_config, model_kwargs)
         stats.target_forwards += 1
@@ -80,7 +81,7 @@ def decode(
                 token_ids = gather_rows(groups)
                 most_nodes = processes.most(policy.nodes_to_draft(rows.num_cached, len(prompt)))
                 if most_nodes:
-                    context = DraftContext(token_ids.clone(), tuple(rows.lengths), *_join(news))
+                    context = _context(token_ids, prompt_mask, rows, news)
                     news.clear()
                     with stats.stage("draft"):
                         trees = generator.propose(context, most_nodes)
@@ -121,7 +122,7 @@ def decode(
                         verify_seconds=time.perf_counter() - drafted,
                     )
                 )
-            generator.finish(DraftContext(gather_rows(groups).clone(), tuple(rows.lengths), *_join(news)))
+            generator.finish(_context(gather_rows(groups), prompt_mask, rows, news))
             if _is_returned(cache, generation_config):
                 stats.target_forwards += _pad_to_longest(model, groups, rows, model_kwargs, processes)
     finally:
@@ -217,6 +218,37 @@ def _pad_to_longest(
 
 def _is_returned(cache: DynamicCache, generation_config: GenerationConfig) -> bool:
     return generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", True)
+
+
+def _context(
+    token_ids: Tensor,
+    prompt_mask: Tensor | None,
+    rows: CommittedRows,
+    news: Sequence[tuple[Tensor | None, list[int]]],
+) -> DraftContext:
+    """What the generator may know now: all tokens, and the features of those committed since it was last asked."""
+    mask = _token_mask(prompt_mask, token_ids, rows.lengths)
+    return DraftContext(token_ids.clone(), tuple(rows.lengths), *_join(news), mask)
+
+
+def _mask_of(prompt: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """`(batch, length)` bool, which of the prompt's tokens are no padding; None if none are."""
+    if attention_mask is None or prompt.shape[1] == 0:
+        return None
+    mask = attention_mask[:, attention_mask.shape[1] - prompt.shape[1] :].bool()
+    return None if bool(mask.all()) else mask
+
+
+def _token_mask(prompt_mask: Tensor | None, token_ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
+    """The same of all tokens so far; rows of which less is committed are padded at the left."""
+    if prompt_mask is None:
+        return None
+    mask = torch.ones_like(token_ids, dtype=torch.bool)
+    for row, of_prompt, length in zip(mask, prompt_mask, lengths):
+        behind = max(lengths) - length
+        row[:behind] = False
+        row[behind : behind + len(of_prompt)] = of_prompt
+    return mask
 
 
 def _features_of(features: Tensor | None, paths: Sequence[list[int]]) -> tuple[Tensor | None, list[int]]:

@@ -138,9 +138,7 @@ def test_whole_trees_of_rows_that_stand_at_different_lengths(model):
     arguments = make_arguments(make_inputs(2), max_new_tokens=40)
     plain = model.generate(**arguments)
     generator = RightChains(plain.sequences)
-    tree = model.generate(
-        **arguments, generation_strategy="ddtree", candidate_generator=generator, return_trees=True
-    )
+    tree = model.generate(**arguments, generation_strategy="ddtree", candidate_generator=generator, return_trees=True)
     assert [len(path) for path in tree.ddtree_stats.accepted_paths[0]] == [4, 1]
     assert [len(path) for path in tree.ddtree_stats.accepted_paths[1]] == [4, 4]
     assert tree.sequences.tolist() == plain.sequences.tolist()

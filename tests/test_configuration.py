@@ -12,7 +12,7 @@ pytestmark = pytest.mark.core
 def test_defaults():
     assert DDTreeConfig().to_dict() == {
         "tree_budget": "auto",
-        "tree_shape": "best_first",
+        "tree_shape": None,
         "tree_probabilities": "conditional",
         "tree_top_k": None,
         "draft_length": None,
@@ -46,7 +46,7 @@ def test_takes_every_shape(shape):
     assert DDTreeConfig(tree_shape=shape).tree_shape == shape
 
 
-@pytest.mark.parametrize("value", ["bushy", None, 3, ["chain"]])
+@pytest.mark.parametrize("value", ["bushy", 3, ["chain"]])
 def test_refuses_unknown_shapes_and_lists_the_known(value):
     with pytest.raises(ValueError) as error:
         DDTreeConfig(tree_shape=value)

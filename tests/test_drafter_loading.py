@@ -138,7 +138,7 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
         ({"speculators_model_type": "eagle3"}, "speculators format with `speculators_model_type` 'eagle3'"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 drafter, but its config.json has no"),
         ({"dflash_config": {"selector_rank": 8, "mask_token_id": 5}}, "DFlash 2 drafter, but"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, r"no drafter.*\['Qwen3ForCausalLM'\].*'qwen3'"),
+        ({"architectures": ["Qwen3Model"]}, r"no drafter.*\['Qwen3Model'\].*'qwen3'"),
         ({"architectures": None, "model_type": "llama"}, r"no drafter.*\[\].*'llama'"),
         ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 4]}}, "`target_layer_ids` holds 4"),
         ({"dflash_config": {"mask_token_id": 64}}, "`mask_token_id` is 64"),

@@ -80,9 +80,9 @@ def test_drafter_and_candidate_generator(model):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("drafter", ["z-lab/Qwen3.5-4B-DFlash", "llama"])
+@pytest.mark.parametrize("drafter", ["z-lab/Qwen3.5-4B-DFlash", "headless"])
 def test_assistant_model_of_an_unknown_kind(model, drafter):
-    assistant = make_model("llama", "eager") if drafter == "llama" else drafter
+    assistant = make_model("llama", "eager").model if drafter == "headless" else drafter
     with refused(model, "`assistant_model`", type(assistant).__name__, "hf_ddtree.load_drafter"):
         by_tree(model, assistant_model=assistant, candidate_generator=None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -29,12 +29,45 @@ class DraftContext:
             tokens committed since the last call, aligned at the left. None if the generator hooks no layers, or is
             asked outside of tree decoding.
         num_features: For each row, how many entries of `features` are its own; they end right before its root.
+        attention_mask: `(batch, length)` bool, False where `input_ids` hold padding. None if they hold none, or
+            only in front of rows that are behind.
     """
 
     input_ids: Tensor
     root_positions: Sequence[int]
     features: Tensor | None = None
     num_features: Sequence[int] = ()
+    attention_mask: Tensor | None = None
+
+
+@dataclass
+class KnownSequences:
+    """The sequences that a drafter knows something of, to tell in a later call whether they go on.
+
+    Attributes:
+        input_ids: `(batch, length)`, the tokens that were drafted for.
+        root_positions: For each row, how many tokens of it the target's cache held at last.
+        drafter: What the drafter is like; another one starts anew.
+    """
+
+    input_ids: Tensor | None = None
+    root_positions: list[int] = field(default_factory=list)
+    drafter: tuple[Any, ...] = ()
+
+    def continues(self, drafter: tuple[Any, ...], cached_ids: Tensor, num_cached: int) -> bool:
+        """Whether this is the drafter's state of what the target's cache holds, as far as can be told.
+
+        Args:
+            drafter: What the drafter is like.
+            cached_ids: `(batch, num_cached)`, the tokens; `(batch, 0)` if they are not known.
+            num_cached: Their number.
+        """
+        if self.drafter != drafter or self.input_ids is None or self.root_positions != [num_cached] * len(cached_ids):
+            return False
+        # Both end at the same token, but either may lack the first ones. The root, which is last, is never cached.
+        known = self.input_ids[:, :-1]
+        length = min(known.shape[1], cached_ids.shape[1])
+        return torch.equal(known[:, known.shape[1] - length :], cached_ids[:, cached_ids.shape[1] - length :])
 
 
 class TreeCandidateGenerator(CandidateGenerator):

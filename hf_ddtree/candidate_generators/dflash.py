@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,44 +12,23 @@ from transformers import PreTrainedModel
 from ..configuration import DDTreeConfig
 from ..draft_tree import DraftTree, best_tokens, build_tree, conditional_candidates, top_candidates
 from ..drafters import DFlash2DraftModel, DFlashContextCache, DFlashDraftModel, check_drafter_fits
-from .base import DraftContext, TreeCandidateGenerator
+from .base import DraftContext, KnownSequences, TreeCandidateGenerator
 
 
 @dataclass
-class DFlashState:
+class DFlashState(KnownSequences):
     """What the drafter knows of the sequences; goes with the target's cache from one `generate()` call to the next.
 
     Attributes:
         cache: Keys and values of the context.
         context_mask: `(batch, context)` bool, False where a row's context is padding; None if nothing is.
-        input_ids: `(batch, length)`, the tokens that were drafted for.
-        root_positions: For each row, how many tokens of it the target's cache held at last.
         features, num_features: What the target gave for its last tokens, which no draft has used yet.
-        drafter: What the drafter is like; another one starts anew.
     """
 
     cache: DFlashContextCache = field(default_factory=DFlashContextCache)
     context_mask: Tensor | None = None
-    input_ids: Tensor | None = None
-    root_positions: list[int] = field(default_factory=list)
     features: Tensor | None = None
     num_features: list[int] = field(default_factory=list)
-    drafter: tuple[Any, ...] = ()
-
-    def continues(self, drafter: tuple[Any, ...], cached_ids: Tensor, num_cached: int) -> bool:
-        """Whether this is the drafter's state of what the target's cache holds, as far as can be told.
-
-        Args:
-            drafter: What the drafter is like.
-            cached_ids: `(batch, num_cached)`, the tokens; `(batch, 0)` if they are not known.
-            num_cached: Their number.
-        """
-        if self.drafter != drafter or self.input_ids is None or self.root_positions != [num_cached] * len(cached_ids):
-            return False
-        # Both end at the same token, but either may lack the first ones. The root, which is last, is never cached.
-        known = self.input_ids[:, :-1]
-        length = min(known.shape[1], cached_ids.shape[1])
-        return torch.equal(known[:, known.shape[1] - length :], cached_ids[:, cached_ids.shape[1] - length :])
 
 
 class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
@@ -121,9 +99,9 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
 
         start = time.perf_counter()
         trees = []
+        shape = self.config.tree_shape or "best_first"
         for row, root in enumerate(roots.tolist()):
             state = next_state[0][row] if next_state else None
-            shape = self.config.tree_shape
             trees.append(build_tree(log_probs[row], token_ids[row], root, budget, shape, None, False, state))
         self.build_seconds += time.perf_counter() - start
         return trees

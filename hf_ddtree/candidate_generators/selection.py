@@ -6,11 +6,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
 
 from ..configuration import DDTreeConfig, describe_type
 from ..drafters import DFlashDraftModel, is_native, view_native
+from ..drafters.mtp import MTPDrafter
 from .base import TreeCandidateGenerator
+from .causal_lm import CausalLMTreeCandidateGenerator
 from .dflash import DFlashTreeCandidateGenerator
+from .mtp import MTPTreeCandidateGenerator
 
 
 class DrafterKind(NamedTuple):
@@ -36,6 +40,8 @@ def make_native_generator(
 DRAFTER_KINDS = [
     DrafterKind(lambda drafter: isinstance(drafter, DFlashDraftModel), DFlashTreeCandidateGenerator),
     DrafterKind(is_native, make_native_generator),
+    DrafterKind(lambda drafter: isinstance(drafter, (MTPDrafter, MtpModel)), MTPTreeCandidateGenerator),
+    DrafterKind(lambda drafter: isinstance(drafter, PreTrainedModel), CausalLMTreeCandidateGenerator),
 ]
 
 
@@ -61,5 +67,6 @@ def drafter_kind(assistant_model: Any) -> DrafterKind:
             return kind
     raise ValueError(
         f"`assistant_model` is {describe_type(assistant_model)}, but must be a drafter that `hf_ddtree.load_drafter` "
-        "loads. For another way to draft, pass a `TreeCandidateGenerator` as `candidate_generator`."
+        "loads, or a causal language model with the target's tokenizer. For another way to draft, pass a "
+        "`TreeCandidateGenerator` as `candidate_generator`."
     )

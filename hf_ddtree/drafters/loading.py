@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ..placement import execution_device
+from .causal_lm import check_causal_lm, is_causal_lm, load_causal_lm
 from .dflash import DFlashConfig, DFlashDraftModel
 from .dflash2 import DFlash2Config, DFlash2DraftModel
+from .mtp import holds_mtp_of, load_mtp
 from .native import NATIVE_MODEL_TYPES, read_native_config
 from .speculators import check_vocabulary, is_speculators, read_speculators_config
 
@@ -30,7 +32,7 @@ _DFLASH_SETTINGS = (
 _DFLASH2_SETTINGS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _SUPPORTED = (
     "Supported are DFlash checkpoints as z-lab publishes them (DFlash 2 included), as the speculators library writes "
-    "them and as Transformers has a model class for, and drafters saved by this package."
+    "them and as Transformers has a model class for, drafters saved by this package, and causal language models."
 )
 
 
@@ -42,7 +44,9 @@ def load_drafter(
     No code from the checkpoint is run: `trust_remote_code` is neither needed nor passed on.
 
     Args:
-        path_or_repo_id: A folder, or a repository of the Hub such as `"z-lab/Qwen3.5-4B-DFlash"`.
+        path_or_repo_id: A folder, or a repository of the Hub such as `"z-lab/Qwen3.5-4B-DFlash"`. `"mtp"` stands for
+            the multi-token-prediction layers in the target's own checkpoint, and so does the name of a checkpoint of
+            the target that holds them.
         target_model: The model that the drafter will draft for. Its dtype, and the device of its output head, are the
             defaults for the drafter's.
         from_pretrained_kwargs: Passed on to `from_pretrained`, e.g. `dtype`, `device_map`, `revision`, `token`.
@@ -59,8 +63,12 @@ def load_drafter(
         raise TypeError(f"`target_model` must be the loaded target model, but is a `{type(target_model).__name__}`.")
     options = {"trust_remote_code": None, **from_pretrained_kwargs}
     options.pop("trust_remote_code")
+    if path_or_repo_id == "mtp":
+        return load_mtp(None, target_model, options)
     location = {key: options[key] for key in _HUB_KWARGS if key in options}
     raw_config, _ = PreTrainedConfig.get_config_dict(path_or_repo_id, **location)
+    if target_model is not None and holds_mtp_of(target_model, path_or_repo_id, raw_config, location):
+        return load_mtp(path_or_repo_id, target_model, options)
     return format_of(path_or_repo_id, raw_config).load(path_or_repo_id, raw_config, target_model, options).eval()
 
 
@@ -80,6 +88,8 @@ def check_checkpoint_fits(
         ValueError: If the format is not supported, or the drafter does not fit.
         OSError: If there is no such folder or repository.
     """
+    if path_or_repo_id == "mtp":
+        return None
     raw_config, _ = PreTrainedConfig.get_config_dict(path_or_repo_id)
     check = format_of(path_or_repo_id, raw_config).check
     return None if check is None else check(path_or_repo_id, raw_config, target_model)
@@ -204,6 +214,7 @@ def _is_dflash(raw_config: dict[str, Any]) -> bool:
 FORMATS = [
     CheckpointFormat(lambda raw_config: raw_config.get("model_type") in NATIVE_MODEL_TYPES, load_native, check_native),
     CheckpointFormat(_is_dflash, load_dflash, check_dflash),
+    CheckpointFormat(is_causal_lm, load_causal_lm, check_causal_lm),
 ]
 
 

@@ -1,0 +1,274 @@
+"""Trees from a causal language model: every node's children come from the distribution after its own branch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..attention import dispatch
+from ..compat import CACHE_KEY
+from ..configuration import DDTreeConfig
+from ..draft_tree import DraftTree, top_candidates
+from ..drafters.causal_lm import check_causal_lm_fits
+from ..growing_tree import GrowingTree
+from ..placement import execution_device
+from ..rows import CommittedRows
+from ..support import check_cache
+from ..verification import FeatureRecorder, Verification, commit, recording_past, verify
+from .base import DraftContext, TreeCandidateGenerator
+from .dflash import end_tokens_of
+
+# Levels of a tree if `draft_length` does not say how many. Each costs a forward of the drafter.
+DEFAULT_DRAFT_LENGTH = 5
+# Most tokens a row that enter a drafter with a filled cache in one forward; each sees the mask of a tree.
+TOKENS_AT_ONCE = 256
+
+
+@dataclass
+class CausalLMState:
+    """What the drafter knows of the sequences; goes with the target's cache from one `generate()` call to the next.
+
+    Attributes:
+        drafter: What the drafter is like; another one starts anew.
+        sequences: For each row its tokens so far, `(length,)`, without padding; the last is the root.
+        num_seen: For each row, how many tokens the target had seen.
+        rows, model_kwargs: What the drafter's cache holds, and the cache, as in decoding. None before the first draft.
+        num_cached: For each row, how many of its tokens are in the cache.
+        fed: The last trees that were fed and have not been committed.
+    """
+
+    drafter: tuple[Any, ...] = ()
+    sequences: list[Tensor] = field(default_factory=list)
+    num_seen: list[int] = field(default_factory=list)
+    rows: CommittedRows | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    num_cached: list[int] = field(default_factory=list)
+    fed: tuple[Verification, Sequence[DraftTree]] | None = None
+
+    def continues(self, sequences: Sequence[Tensor]) -> bool:
+        """Whether each of the sequences goes on from the one that is known."""
+        return len(sequences) == len(self.sequences) and all(
+            torch.equal(sequence[: len(known)], known.to(sequence.device))
+            for sequence, known in zip(sequences, self.sequences)
+        )
+
+
+class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
+    """Expands a tree level by level: one forward of the drafter for all nodes of a level.
+
+    A node's children are the most probable tokens after its own branch. By default the whole top-1 chain is in the
+    tree, so that no chain of this length would be accepted any further, and the rest of the budget goes to the most
+    probable of the other prefixes. The drafter runs on trees as the target does. Its cache holds what has been
+    accepted: each forward feeds the frontier and its ancestors, and what the target accepts of the last ones fed is
+    committed without being fed again. A chain of `n` tokens takes `n` forwards, as in Transformers' assisted decoding.
+
+    Args:
+        drafter: The drafter, on any device, in any dtype; may be the target itself.
+        target_model: The target.
+        config: Shape, width and depth of the trees; five levels if `draft_length` does not say otherwise.
+        state: What a former call's drafter knew of the sequences, if they go on.
+
+    Raises:
+        ValueError: If the drafter has another vocabulary than the target, or cannot run on trees.
+        TypeError: If the state is not of this kind.
+    """
+
+    def __init__(
+        self,
+        drafter: PreTrainedModel,
+        target_model: PreTrainedModel,
+        config: DDTreeConfig | None = None,
+        state: CausalLMState | None = None,
+    ) -> None:
+        super().__init__()
+        check_causal_lm_fits(drafter, target_model)
+        if state is not None and not isinstance(state, CausalLMState):
+            raise TypeError(
+                f"`draft_state` must be a former output's `draft_state` with a causal language model as drafter, but "
+                f"is a `{type(state).__name__}`."
+            )
+        self.drafter = drafter
+        self.config = config or DDTreeConfig()
+        self.end_tokens = end_tokens_of(target_model)
+        self._device = execution_device(drafter)
+        text_config = drafter.config.get_text_config()
+        self._kind = (
+            *(type(drafter).__name__, text_config.name_or_path, self._device, drafter.dtype),
+            *(text_config.num_hidden_layers, text_config.hidden_size),
+        )
+        if state is None or state.drafter != self._kind:
+            state = CausalLMState(self._kind)
+        self.state = state
+        self._cached_elsewhere: list[Tensor] | None = None
+        self._recorder = FeatureRecorder(drafter, ())
+        self._draft_length = self.config.draft_length or DEFAULT_DRAFT_LENGTH
+        self._longest = getattr(text_config, "max_position_embeddings", None) or math.inf
+        self._num_embeddings = drafter.get_input_embeddings().num_embeddings
+        self._vocab_size = min(self._num_embeddings, target_model.get_input_embeddings().num_embeddings)
+
+    def start(self, cached_ids: Tensor, num_cached: int) -> None:
+        super().start(cached_ids, num_cached)
+        self._cached_elsewhere = None
+        if cached_ids.shape[1] < num_cached and self.state.num_seen:
+            # The caller passes only what follows, so what the cache holds must be taken from the former call.
+            longest = max(self.state.num_seen)
+            if longest == num_cached and len(cached_ids) == len(self.state.sequences):
+                self._cached_elsewhere = [
+                    sequence[: len(sequence) - (seen == longest)]
+                    for sequence, seen in zip(self.state.sequences, self.state.num_seen)
+                ]
+
+    def finish(self, context: DraftContext) -> None:
+        if self.state.rows is not None:
+            self._take_in(context)
+
+    @torch.no_grad()
+    def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
+        self._take_in(context)
+        state = self.state
+        roots = [int(sequence[-1]) for sequence in state.sequences]
+        if max(map(len, state.sequences)) + self._draft_length > self._longest:
+            return [DraftTree.root_only(root) for root in roots]
+        dispatch.install(self.drafter)
+        if state.rows is None:
+            self._prefill()
+        trees = [GrowingTree(root, budget, self.config.tree_shape or "spine_first") for root in roots]
+        with recording_past(state.model_kwargs[CACHE_KEY]):
+            logits = self._feed_sequences()
+            for level in range(1, self._draft_length + 1):
+                self._grow(trees, logits, min(budget, self.config.tree_top_k or budget))
+                if level == self._draft_length or not any(len(tree.frontier) for tree in trees):
+                    break
+                branches = [tree.branches() for tree in trees]
+                logits = self._feed([tree for tree, _ in branches], [frontier for _, frontier in branches])
+        return [tree.tree() for tree in trees]
+
+    def _take_in(self, context: DraftContext) -> None:
+        """Learns what has been emitted, and commits what was fed of it; starts anew if the sequences are others."""
+        state = self.state
+        sequences = tokens_of(context)
+        if self._cached_elsewhere is not None:
+            sequences = [torch.cat(parts) for parts in zip(self._cached_elsewhere, sequences)]
+        if not state.continues(sequences):
+            state = self.state = CausalLMState(self._kind)
+        state.sequences, state.num_seen = sequences, list(context.root_positions)
+        if state.fed is None:
+            return
+        paths = []
+        for tree, sequence, num_cached in zip(state.fed[1], sequences, state.num_cached):
+            new = sequence[num_cached:].tolist()
+            path = [0] if len(new) > 1 else []
+            for token in new[1:-1]:
+                child = tree.child_with_token(path[-1], token)
+                if child is None:
+                    break
+                path.append(child)
+            paths.append(path)
+        self._commit(paths)
+
+    def _prefill(self) -> None:
+        """Fills the drafter's cache with what precedes the roots."""
+        state, drafter = self.state, self.drafter
+        lengths = [len(sequence) - 1 for sequence in state.sequences]
+        longest = max(1, *lengths)
+        token_ids = torch.stack(
+            [torch.nn.functional.pad(sequence[:-1], (longest - len(sequence) + 1, 0)) for sequence in state.sequences]
+        ).to(self._device)
+        kwargs: dict[str, Any] = {}
+        if min(lengths) < longest:
+            padding = longest - torch.tensor(lengths, device="cpu")[:, None]
+            mask = torch.arange(longest + 1, device="cpu") >= padding
+            kwargs["attention_mask"] = mask.long().to(self._device)
+        up_to_root = torch.nn.functional.pad(token_ids, (0, 1))
+        position_ids = drafter._prepare_position_ids_for_generation(up_to_root, kwargs)
+        state.rows = CommittedRows(longest, {**kwargs, "position_ids": position_ids}, len(lengths), self._device)
+        if kwargs:
+            kwargs["attention_mask"] = kwargs["attention_mask"][:, :-1]
+        kwargs["position_ids"] = position_ids[..., :-1]
+        kwargs[CACHE_KEY] = DynamicCache(config=drafter.config.get_text_config(decoder=True))
+        kwargs["use_cache"] = True
+        if drafter._supports_logits_to_keep():
+            kwargs["logits_to_keep"] = 1
+        drafter._prefill(self._known(token_ids), GenerationConfig(), kwargs)
+        check_cache(kwargs[CACHE_KEY])
+        state.model_kwargs = {CACHE_KEY: kwargs[CACHE_KEY], "use_cache": True}
+        state.num_cached = lengths
+        self.num_forwards += 1
+
+    def _feed_sequences(self) -> Tensor:
+        """Feeds what is not in the cache yet, and commits it up to the roots.
+
+        Returns:
+            `(batch, vocab)`, the logits after the roots.
+        """
+        state = self.state
+        while True:
+            new = [sequence[cached:].tolist() for sequence, cached in zip(state.sequences, state.num_cached)]
+            # All but the root, which the trees start from.
+            counts = [min(len(tokens) - 1, TOKENS_AT_ONCE) for tokens in new]
+            is_last = all(count == len(tokens) - 1 for count, tokens in zip(counts, new))
+            chains = [tokens[: count + 1] for count, tokens in zip(counts, new)]
+            logits = self._feed([chain_of(chain) for chain in chains], [[len(chain) - 1] for chain in chains])
+            self._commit([list(range(count)) for count in counts])
+            if is_last:
+                return logits
+
+    def _feed(self, trees: list[DraftTree], nodes: list[list[int]]) -> Tensor:
+        """Runs the drafter on a tree a row, whose roots the cache does not hold.
+
+        Returns:
+            `(sum of len(nodes), vocab)`, the logits after these nodes of each row, row after row.
+        """
+        state = self.state
+        assert state.rows is not None
+        if state.fed is not None:
+            self._commit([[] for _ in trees])
+        known = [DraftTree(self._known(tree.token_ids), tree.parents, tree.log_probs) for tree in trees]
+        verification = verify(self.drafter, known, state.rows, state.model_kwargs, self._recorder)
+        state.fed = replace(verification, outputs=ModelOutput()), trees
+        self.num_forwards += 1
+        logits = verification.outputs.logits
+        row = [index for index, of_row in enumerate(nodes) for _ in of_row]
+        node = [index for of_row in nodes for index in of_row]
+        return logits[row, node, : self._vocab_size]
+
+    def _commit(self, paths: list[list[int]]) -> None:
+        state = self.state
+        assert state.fed is not None and state.rows is not None
+        commit(state.model_kwargs[CACHE_KEY], state.fed[0], paths, state.rows)
+        state.num_cached = [count + len(path) for count, path in zip(state.num_cached, paths)]
+        state.fed = None
+
+    def _grow(self, trees: list[GrowingTree], logits: Tensor, top_k: int) -> None:
+        """Gives each tree the candidates below its frontier, `(nodes of all frontiers, vocab)`."""
+        log_probs, token_ids = top_candidates(logits, top_k)
+        start = time.perf_counter()
+        sizes = [len(tree.frontier) for tree in trees]
+        for tree, *candidates in zip(trees, log_probs.split(sizes), token_ids.split(sizes)):
+            tree.grow(*candidates)
+        self.build_seconds += time.perf_counter() - start
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Tokens that the drafter has no embedding for replaced by another, where only the target's table has them."""
+        return torch.where(token_ids < self._num_embeddings, token_ids, 0)
+
+
+def tokens_of(context: DraftContext) -> list[Tensor]:
+    """For each row its tokens without padding, `(length,)`, on the CPU."""
+    if context.attention_mask is not None:
+        return [ids[is_token].cpu() for ids, is_token in zip(context.input_ids, context.attention_mask)]
+    longest = max(context.root_positions)
+    return [ids[longest - seen :].cpu() for ids, seen in zip(context.input_ids, context.root_positions)]
+
+
+def chain_of(tokens: list[int]) -> DraftTree:
+    """A tree in which each token follows the one before."""
+    return DraftTree(torch.tensor(tokens, device="cpu"), torch.arange(-1, len(tokens) - 1, device="cpu"))

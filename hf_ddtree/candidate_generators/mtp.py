@@ -1,0 +1,315 @@
+"""Trees from a target's own multi-token-prediction (MTP) layers, expanded level by level."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+from transformers.utils import ModelOutput
+
+from ..attention.dispatch import TreePass
+from ..attention.mask import to_additive, tree_attention_mask
+from ..attention.tree_batch import TreeBatch
+from ..compat import CACHE_KEY
+from ..configuration import DDTreeConfig
+from ..draft_tree import DraftTree, top_candidates
+from ..drafters.mtp import MTPDrafter, wrap_mtp_model
+from ..growing_tree import GrowingTree
+from ..placement import embedding_rows, execution_device, head_logits
+from ..rows import CommittedRows
+from ..support import decoder_layers
+from ..verification import Verification, commit
+from .base import DraftContext, KnownSequences, TreeCandidateGenerator
+from .causal_lm import DEFAULT_DRAFT_LENGTH, chain_of, tokens_of
+from .dflash import end_tokens_of
+
+# Most tokens a row that enter a layer at once; each sees the mask of a tree.
+TOKENS_AT_ONCE = 512
+
+
+class _LayerCache(DynamicCache):
+    """The cache of one layer, whatever its number."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return super().update(key_states, value_states, 0, *args, **kwargs)
+
+
+@dataclass
+class _Stream:
+    """What an MTP layer knows of the committed tokens.
+
+    Attributes:
+        cache: Its keys and values.
+        rows: Where each row's stand.
+        tokens: For each row the tokens that are not cached, the root last.
+        hidden_states: For each row the hidden states that go with them, `(len(tokens), hidden_size)`.
+    """
+
+    cache: DynamicCache
+    rows: CommittedRows
+    tokens: list[list[int]]
+    hidden_states: list[Tensor]
+
+
+@dataclass
+class MTPState(KnownSequences):
+    """What the layers know of the sequences; goes with the target's cache from one `generate()` call to the next.
+
+    Attributes:
+        streams: One a layer.
+    """
+
+    streams: list[_Stream] = field(default_factory=list)
+
+
+class MTPTreeCandidateGenerator(TreeCandidateGenerator):
+    """Expands a tree level by level with the target's MTP layers: one forward of one layer a level.
+
+    For every committed token the layers get true hidden states: the target's for the first one, the layer before's for
+    any other. Below the root a node gets what the level above gave for its parent. A single layer is used again for
+    every level, fed with its own output; of several, each is used for its own level.
+
+    Args:
+        drafter: The layers, from `hf_ddtree.load_drafter("mtp", target_model=...)`; Transformers' `MtpModel` will do.
+        target_model: The target.
+        config: Shape, width and depth of the trees. By default five levels, or as many as there are layers if there
+            are several.
+        state: What a former call's drafter knew of the sequences, if they go on.
+
+    Raises:
+        ValueError: If the layers are of another size than the target.
+        TypeError: If the state is not of this kind.
+    """
+
+    def __init__(
+        self,
+        drafter: MTPDrafter | MtpModel,
+        target_model: PreTrainedModel,
+        config: DDTreeConfig | None = None,
+        state: MTPState | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(drafter, MtpModel):
+            drafter = wrap_mtp_model(drafter)
+        own, others = drafter.config, target_model.config.get_text_config()
+        if (own.hidden_size, own.model_type) != (others.hidden_size, others.model_type):
+            raise ValueError(
+                f"The MTP layers do not fit the target: they are of family {own.model_type!r} and hidden size "
+                f"{own.hidden_size}, the target of {others.model_type!r} and {others.hidden_size}. Load them with "
+                '`hf_ddtree.load_drafter("mtp", target_model=model)`.'
+            )
+        if state is not None and not isinstance(state, MTPState):
+            raise TypeError(
+                f"`draft_state` must be a former output's `draft_state` with MTP layers as drafter, but is a "
+                f"`{type(state).__name__}`."
+            )
+        self.drafter = drafter
+        self.config = config or DDTreeConfig()
+        self.end_tokens = end_tokens_of(target_model)
+        self.feature_layers = (len(decoder_layers(target_model)) - 1,)
+        self.state = state or MTPState()
+        self._decoder = target_model.get_decoder()
+        self._embeddings: nn.Embedding = target_model.get_input_embeddings()
+        self._head: nn.Module = target_model.get_output_embeddings()
+        self._vocab_size = self._embeddings.num_embeddings
+        self._device = execution_device(drafter)
+        self._num_layers = len(drafter.layers)
+        longest = DEFAULT_DRAFT_LENGTH if self._num_layers == 1 else self._num_layers
+        self._draft_length = self.config.draft_length or longest
+        if self._num_layers > 1:
+            self._draft_length = min(self._draft_length, self._num_layers)
+
+    def start(self, cached_ids: Tensor, num_cached: int) -> None:
+        super().start(cached_ids, num_cached)
+        config = self.drafter.config
+        drafter = (config.name_or_path, config.hidden_size, self._num_layers, self._device, self.drafter.dtype)
+        if num_cached == 0 or not self.state.continues(drafter, cached_ids, num_cached):
+            self.state = MTPState(drafter=drafter)
+
+    def finish(self, context: DraftContext) -> None:
+        self._take_in(context)
+
+    @torch.no_grad()
+    def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
+        self._take_in(context)
+        roots = context.input_ids[:, -1].tolist()
+        if not self.state.streams:
+            return [DraftTree.root_only(root) for root in roots]
+        trees = [GrowingTree(root, budget, self.config.tree_shape or "spine_first") for root in roots]
+        branches = [(DraftTree.root_only(root), [0]) for root in roots]
+        outputs: list[Tensor] = []
+        for level in range(1, self._draft_length + 1):
+            fed = [tree for tree, _ in branches]
+            outputs = self._run_level(level - 1, fed, outputs)
+            frontier = [states[nodes] for states, (_, nodes) in zip(outputs, branches)]
+            self._grow(trees, torch.cat(frontier), min(budget, self.config.tree_top_k or budget))
+            if level == self._draft_length or not any(len(tree.frontier) for tree in trees):
+                break
+            branches = [tree.branches() for tree in trees]
+            # What was given for a node's parent is what it gets.
+            outputs = [
+                states[_places_of_parents(tree, before)] for states, before, (tree, _) in zip(outputs, fed, branches)
+            ]
+        return [tree.tree() for tree in trees]
+
+    @torch.no_grad()
+    def _take_in(self, context: DraftContext) -> None:
+        """Pairs the new tokens with the target's final-normalised hidden states of the tokens before them."""
+        state = self.state
+        state.input_ids, state.root_positions = context.input_ids, list(context.root_positions)
+        if context.features is None:
+            return
+        hidden_states = self._decoder.norm(context.features).to(self._device, self.drafter.dtype)
+        tokens = [sequence.tolist() for sequence in tokens_of(context)]
+        counts = [min(count, len(known)) for count, known in zip(context.num_features, tokens)]
+        if not state.streams:
+            state.streams = [self._new_stream(len(tokens)) for _ in range(self._num_layers)]
+        first = state.streams[0]
+        for row, (count, num_features) in enumerate(zip(counts, context.num_features)):
+            if count:
+                first.tokens[row] += tokens[row][-count:]
+                new = hidden_states[row, num_features - count : num_features]
+                first.hidden_states[row] = torch.cat((first.hidden_states[row], new))
+
+    def _new_stream(self, batch_size: int) -> _Stream:
+        nothing = torch.zeros((0, self.drafter.config.hidden_size), device=self._device, dtype=self.drafter.dtype)
+        positions = {"position_ids": torch.zeros((batch_size, 1), dtype=torch.long, device=self._device)}
+        rows = CommittedRows(0, positions, batch_size, self._device)
+        return _Stream(_LayerCache(), rows, [[] for _ in range(batch_size)], [nothing] * batch_size)
+
+    def _run_level(self, level: int, trees: list[DraftTree], inputs: list[Tensor]) -> list[Tensor]:
+        """Runs a level's layer on its new committed tokens and on a tree a row.
+
+        Args:
+            level: Distance of the deepest nodes from the root.
+            trees: A tree a row, below the same root.
+            inputs: For each row the hidden states that its nodes get, `(n, hidden_size)`; the root's does not matter,
+                as it is a committed token.
+
+        Returns:
+            For each row the layer's outputs at the tree's nodes, `(n, hidden_size)`.
+        """
+        layer = min(level, self._num_layers - 1)
+        stream = self.state.streams[layer]
+        while level == layer and max(map(len, stream.tokens)) > TOKENS_AT_ONCE:
+            self._run(layer, [min(len(tokens) - 1, TOKENS_AT_ONCE) for tokens in stream.tokens])
+        if level == layer:
+            self._give_up_waiting(layer)
+            return self._run(layer, [len(tokens) - 1 for tokens in stream.tokens], trees, inputs)
+        return self._run(layer, [0] * len(trees), trees, inputs)
+
+    def _run(
+        self, layer: int, counts: list[int], trees: list[DraftTree] | None = None, inputs: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Runs a layer on the first `counts` of its new tokens, which it keeps, and on trees below the last of them.
+
+        What it gives for the kept tokens goes to the next layer.
+
+        Returns:
+            For each row the outputs at the tree's nodes, `(n, hidden_size)`.
+        """
+        stream = self.state.streams[layer]
+        fed = [
+            chain_of(tokens[: max(count, 1)]) if trees is None else _below(tokens[:count], trees[row])
+            for row, (tokens, count) in enumerate(zip(stream.tokens, counts))
+        ]
+        hidden_states = []
+        for row, states in enumerate(stream.hidden_states):
+            of_row = states[: counts[row] + 1] if trees is not None else states[: max(counts[row], 1)]
+            hidden_states.append(torch.cat((of_row, inputs[row][1:])) if inputs else of_row)
+        outputs = self._feed(layer, fed, hidden_states, counts)
+        following = self.state.streams[layer + 1] if layer + 1 < self._num_layers else None
+        for row, count in enumerate(counts):
+            if following is not None and count:
+                # What a layer gives for a token goes with the next one.
+                following.tokens[row] += stream.tokens[row][1 : count + 1]
+                following.hidden_states[row] = torch.cat((following.hidden_states[row], outputs[row][:count]))
+            stream.tokens[row] = stream.tokens[row][count:]
+            stream.hidden_states[row] = stream.hidden_states[row][count:]
+        return [states[count:] for states, count in zip(outputs, counts)]
+
+    def _give_up_waiting(self, layer: int) -> None:
+        """Lets rows with too few tokens for a hidden state of the layer before draft from nothing."""
+        stream, before = self.state.streams[layer], self.state.streams[max(layer - 1, 0)]
+        for row, tokens in enumerate(stream.tokens):
+            if not tokens:
+                stream.tokens[row] = before.tokens[row][-1:]
+                stream.hidden_states[row] = torch.zeros_like(before.hidden_states[row][-1:])
+
+    def _feed(
+        self, layer: int, trees: list[DraftTree], hidden_states: list[Tensor], counts: Sequence[int]
+    ) -> list[Tensor]:
+        """One forward of a layer over a tree a row; keeps the first `counts` nodes of each in its cache.
+
+        Returns:
+            For each row the outputs, `(n, hidden_size)`.
+        """
+        stream, rows = self.state.streams[layer], self.state.streams[layer].rows
+        batch = TreeBatch.from_trees(trees, self._device)
+        position_ids = rows.root_positions() + batch.depths
+        embeddings = embedding_rows(self._embeddings, batch.token_ids).to(self._device, self.drafter.dtype)
+        outputs = self.drafter(
+            layer,
+            inputs_embeds=embeddings,
+            previous_hidden_state=nn.utils.rnn.pad_sequence(hidden_states, batch_first=True),
+            position_embeddings=self._rotary(layer, embeddings, position_ids),
+            attention_mask=self._mask(layer, batch, rows),
+            position_ids=position_ids,
+            **{CACHE_KEY: stream.cache},
+        )
+        fed = Verification(ModelOutput(), None, TreePass(batch, rows.lengths))
+        commit(stream.cache, fed, [list(range(count)) for count in counts], rows)
+        self.num_forwards += 1
+        return [states[: len(tree)] for states, tree in zip(outputs, trees)]
+
+    def _mask(self, layer: int, batch: TreeBatch, rows: CommittedRows) -> Tensor:
+        config = self.drafter.config
+        layer_types = getattr(config, "layer_types", None)
+        kind = "full_attention" if layer_types is None else layer_types[layer]
+        window = config.sliding_window if kind == "sliding_attention" else None
+        mask = tree_attention_mask(batch, rows.num_cached, rows.mask(), window, window and rows.before_root())
+        return to_additive(mask, self.drafter.dtype) if config._attn_implementation == "eager" else mask
+
+    def _rotary(self, layer: int, embeddings: Tensor, position_ids: Tensor) -> Any:
+        rotary = getattr(self._decoder, "rotary_emb", None)
+        if rotary is None:
+            return None
+        parameters = getattr(self.drafter.config, "rope_parameters", None) or {}
+        if any(isinstance(entry, dict) for entry in parameters.values()):
+            return rotary(embeddings, position_ids, self.drafter.config.layer_types[layer])
+        return rotary(embeddings, position_ids)
+
+    def _grow(self, trees: list[GrowingTree], hidden_states: Tensor, top_k: int) -> None:
+        """Gives each tree the candidates below its frontier, from the outputs at the nodes of all frontiers."""
+        logits = head_logits(self._head, hidden_states)[..., : self._vocab_size]
+        log_probs, token_ids = top_candidates(logits, top_k)
+        start = time.perf_counter()
+        sizes = [len(tree.frontier) for tree in trees]
+        for tree, *candidates in zip(trees, log_probs.split(sizes), token_ids.split(sizes)):
+            tree.grow(*candidates)
+        self.build_seconds += time.perf_counter() - start
+
+
+def _below(tokens: list[int], tree: DraftTree) -> DraftTree:
+    """The tree with a chain of tokens above its root."""
+    if not tokens:
+        return tree
+    token_ids = torch.cat((torch.tensor(tokens, device="cpu"), tree.token_ids))
+    parents = torch.cat((torch.arange(-1, len(tokens) - 1, device="cpu"), tree.parents + len(tokens)))
+    return DraftTree(token_ids, parents)
+
+
+def _places_of_parents(tree: DraftTree, before: DraftTree) -> list[int]:
+    """Where the parent of each node of `tree` stands in `before`, which lacks the deepest level; 0 for the root."""
+    places, parents = [0], [0]
+    for token, parent in zip(tree.token_ids.tolist()[1:], tree.parents.tolist()[1:]):
+        parents.append(places[parent])
+        place = before.child_with_token(places[parent], token)
+        places.append(-1 if place is None else place)
+    return parents
