@@ -1,6 +1,7 @@
 """Token-tree speculative decoding for Transformers' `generate()`: the same tokens in fewer forwards of the model."""
 
 from .budget import AutoBudget, BudgetPolicy
+from .calibration import Calibration
 from .candidate_generators import (
     CausalLMTreeCandidateGenerator,
     DFlashTreeCandidateGenerator,
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoBudget",
     "BudgetPolicy",
+    "Calibration",
     "CausalLMTreeCandidateGenerator",
     "CheckReport",
     "DDTreeConfig",

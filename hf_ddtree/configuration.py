@@ -36,6 +36,9 @@ class DDTreeConfig:
         tree_lookup: Whether what followed the last tokens before, in the prompt or the output, is drafted: beside what
             a drafter gives, or alone if there is none.
         max_matching_ngram_size: Most of the last tokens that are looked for then. By default as many as match.
+        calibrate: Whether a drafter that gives one distribution a depth learns while decoding how probable its
+            candidates really are, so that trees are built from that. The same call then builds other trees the next
+            time; its tokens stay the same.
         return_trees: Whether the output's `ddtree_stats` keeps the tree of every round.
 
     Raises:
@@ -49,6 +52,7 @@ class DDTreeConfig:
     draft_length: int | None = None
     tree_lookup: bool = False
     max_matching_ngram_size: int | None = None
+    calibrate: bool = True
     return_trees: bool = False
 
     def __post_init__(self) -> None:
@@ -75,7 +79,7 @@ class DDTreeConfig:
             require_positive_int("draft_length", self.draft_length, or_none=True)
         if self.max_matching_ngram_size is not None:
             require_positive_int("max_matching_ngram_size", self.max_matching_ngram_size, or_none=True)
-        for name in ("tree_lookup", "return_trees"):
+        for name in ("tree_lookup", "calibrate", "return_trees"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False, but is {getattr(self, name)!r}.")
 

@@ -75,14 +75,16 @@ def decode(
 
         windows = attention_windows(model, cache)
         news = [(features, num_features)]
+        num_emitted = [0] * len(prompt)
         with growing(cache), recording_past(cache):
             while processes.any(not all(group.sequences.finished for group in groups)):
                 start = time.perf_counter()
                 token_ids = gather_rows(groups)
                 most_nodes = processes.most(policy.nodes_to_draft(rows.num_cached, len(prompt)))
                 if most_nodes:
-                    context = _context(token_ids, prompt_mask, rows, news)
+                    context = _context(token_ids, prompt_mask, rows, news, num_emitted)
                     news.clear()
+                    num_emitted = [0] * len(prompt)
                     with stats.stage("draft"):
                         trees = generator.propose(context, most_nodes)
                     _check_trees(trees, token_ids, vocab_size)
@@ -103,6 +105,7 @@ def decode(
                         trees = [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
                         verification = verify(model, trees, rows, model_kwargs, recorder)
                 paths = [[0] for _ in trees]
+                going_on = _rows_going_on(groups)
                 try:
                     with stats.stage("accept"):
                         walk(groups, trees, verification.outputs.logits, chooser, paths)
@@ -111,6 +114,10 @@ def decode(
                         commit(cache, verification, paths, rows)
                 groups[0].sequences.keep_round(verification.outputs, paths, windows)
                 news.append(_features_of(verification.features, paths))
+                num_emitted = [
+                    before + len(path) if row in going_on else 0
+                    for row, (before, path) in enumerate(zip(num_emitted, paths))
+                ]
                 stats.count(trees, paths)
                 policy.observe(
                     RoundCost(
@@ -122,7 +129,7 @@ def decode(
                         verify_seconds=time.perf_counter() - drafted,
                     )
                 )
-            generator.finish(_context(gather_rows(groups), prompt_mask, rows, news))
+            generator.finish(_context(gather_rows(groups), prompt_mask, rows, news, num_emitted))
             if _is_returned(cache, generation_config):
                 stats.target_forwards += _pad_to_longest(model, groups, rows, model_kwargs, processes)
     finally:
@@ -156,6 +163,10 @@ def walk(
         accept(
             [trees[row] for row in group.rows], of_group, chooser, group.sequences, [paths[row] for row in group.rows]
         )
+
+
+def _rows_going_on(groups: Sequence[RowGroup]) -> set[int]:
+    return {row for group in groups for row, goes_on in zip(group.rows, group.sequences.unfinished) if goes_on}
 
 
 def _within_length(trees: list[DraftTree], groups: Sequence[RowGroup]) -> list[DraftTree]:
@@ -225,10 +236,11 @@ def _context(
     prompt_mask: Tensor | None,
     rows: CommittedRows,
     news: Sequence[tuple[Tensor | None, list[int]]],
+    num_emitted: Sequence[int],
 ) -> DraftContext:
     """What the generator may know now: all tokens, and the features of those committed since it was last asked."""
     mask = _token_mask(prompt_mask, token_ids, rows.lengths)
-    return DraftContext(token_ids.clone(), tuple(rows.lengths), *_join(news), mask)
+    return DraftContext(token_ids.clone(), tuple(rows.lengths), *_join(news), mask, num_emitted)
 
 
 def _mask_of(prompt: Tensor, attention_mask: Tensor | None) -> Tensor | None:

@@ -102,6 +102,12 @@ class DraftTree:
         """Number of nodes without the root."""
         return len(self) - 1
 
+    @property
+    def expected_length(self) -> float:
+        """Tokens that a round with this tree emits on average, the target's own last one included, if `log_probs` are
+        right: the sum of all nodes' probabilities to be accepted, 1 for the root."""
+        return float(np.exp(self.log_probs.numpy()).sum())
+
     @cached_property
     def is_chain(self) -> bool:
         """Whether every node's parent is the node before it, so that causal attention is tree attention."""
@@ -341,7 +347,11 @@ def build_tree(
     costs = -log_probs.detach().to("cpu", torch.float32).numpy()
     tokens = token_ids.detach().to("cpu", torch.int64).numpy()
     depth, row = len(costs), costs.shape[-1]
-    states = None if next_state is None else np.broadcast_to(next_state.detach().cpu().numpy(), costs.shape)
+    states = (
+        None
+        if next_state is None
+        else np.broadcast_to(next_state.detach().to("cpu", torch.int64).numpy(), costs.shape)
+    )
     depth = min(depth, budget, draft_length or depth)
     width = 1 if shape == "chain" else min(row, budget)
     spine = 0 if shape == "spine_first" else None
@@ -359,7 +369,7 @@ def build_tree(
             pair_parent, entry = _rank_pairs(budget, width, len(frontier))
         else:
             reach = len(frontier) if spine is not None else int(frontier.searchsorted(limit))
-            pair_parent, pair_rank = _rank_pairs_by_state(in_state[:reach], budget, width)
+            pair_parent, pair_rank = _rank_pairs_by_state(in_state[:reach].tobytes(), budget, width)
             entry = in_state.take(pair_parent) * row + pair_rank
         pair_costs = frontier.take(pair_parent)
         pair_costs += costs[level].take(entry)
@@ -426,12 +436,15 @@ def _rank_pairs(budget: int, width: int, num_parents: int) -> tuple[np.ndarray, 
     return _pairs_of(np.arange(num_parents), budget, width)
 
 
-def _rank_pairs_by_state(in_state: np.ndarray, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(maxsize=1024)
+def _rank_pairs_by_state(states: bytes, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """`_rank_pairs` where parents compete with those of their own state alone.
 
     Args:
-        in_state: `(parents,)` int64, the state of each parent, the best parent first.
+        states: `(parents,)` int64, the state of each parent, the best parent first; as bytes, as few states recur in
+            the same order.
     """
+    in_state = np.frombuffer(states, dtype=np.int64)
     order = in_state.argsort(kind="stable")
     by_state = in_state.take(order)
     ranks = np.empty_like(order)

@@ -41,7 +41,14 @@ def answer(model, input_ids, **kwargs):
 
 
 def by_tree(drafter, **kwargs):
-    return {"generation_strategy": "ddtree", "assistant_model": drafter, "tree_budget": BUDGET, **kwargs}
+    """What a drafter learns from a call is off, as drafts of different calls are compared."""
+    arguments = {
+        "generation_strategy": "ddtree",
+        "assistant_model": drafter,
+        "tree_budget": BUDGET,
+        "calibrate": False,
+    }
+    return arguments | kwargs
 
 
 def chat(model, turns, drafter, how, keeps_state=True, forms=("full",) * NUM_TURNS, pads=None):

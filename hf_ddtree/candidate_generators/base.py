@@ -31,6 +31,8 @@ class DraftContext:
         num_features: For each row, how many entries of `features` are its own; they end right before its root.
         attention_mask: `(batch, length)` bool, False where `input_ids` hold padding. None if they hold none, or
             only in front of rows that are behind.
+        num_emitted: For each row, how many tokens it has emitted since the last call; none if it had finished. Empty
+            before there was a round, or outside of tree decoding.
     """
 
     input_ids: Tensor
@@ -38,6 +40,7 @@ class DraftContext:
     features: Tensor | None = None
     num_features: Sequence[int] = ()
     attention_mask: Tensor | None = None
+    num_emitted: Sequence[int] = ()
 
 
 @dataclass

@@ -67,6 +67,10 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self.feature_layers = tuple(drafter.config.target_layer_ids)
         self.end_tokens = end_tokens_of(target_model)
         self.state = state or DFlashState()
+        self._is_conditional = isinstance(drafter, DFlash2DraftModel) and self.config.tree_probabilities != "marginal"
+        learns = self.config.calibrate and not self._is_conditional
+        self._calibration = drafter.calibration if learns else None
+        self._drafted: tuple[Tensor, Tensor] | None = None  # the candidates of the last round, (batch, depth, k)
         self._embeddings = target_model.get_input_embeddings()
         self._head = target_model.get_output_embeddings()
         horizon = drafter.config.draft_length
@@ -85,10 +89,12 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
             self.state = DFlashState(drafter=drafter)
 
     def finish(self, context: DraftContext) -> None:
+        self._learn(context)
         self._remember(context)
 
     @torch.no_grad()
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
+        self._learn(context)
         self._remember(context)
         roots = context.input_ids[:, -1]
         first = self.drafter.config.first_slot
@@ -96,13 +102,16 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         log_probs, token_ids, *next_state = self._candidates(hidden_states, roots, budget)
         if self._target_token_ids is not None:
             token_ids = self._target_token_ids[token_ids]
+        self._drafted = log_probs, token_ids
 
         start = time.perf_counter()
         trees = []
         shape = self.config.tree_shape or "best_first"
         for row, root in enumerate(roots.tolist()):
-            state = next_state[0][row] if next_state else None
-            trees.append(build_tree(log_probs[row], token_ids[row], root, budget, shape, None, False, state))
+            probs, tokens, state = log_probs[row], token_ids[row], next_state[0][row] if next_state else None
+            if self._calibration is not None and not self._calibration.is_neutral:
+                probs, tokens, state = self._calibration.calibrate(probs, tokens)
+            trees.append(build_tree(probs, tokens, root, budget, shape, None, False, state))
         self.build_seconds += time.perf_counter() - start
         return trees
 
@@ -111,12 +120,21 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         how probable a token is after another, and trees are to be built on that."""
         logits = self.drafter.compute_logits(hidden_states, self._head)
         most = self.config.tree_top_k
-        if not isinstance(self.drafter, DFlash2DraftModel) or self.config.tree_probabilities == "marginal":
+        if not isinstance(self.drafter, DFlash2DraftModel) or not self._is_conditional:
             return top_candidates(logits, min(budget, most or budget))
         top_k = self.drafter.config.selector_top_k
         log_probs, token_ids = best_tokens(logits, min(top_k, most or top_k))
         pair_scores = self.drafter.pair_scores(hidden_states, roots, token_ids)
         return conditional_candidates(log_probs, token_ids, pair_scores)
+
+    def _learn(self, context: DraftContext) -> None:
+        """Compares what the last round drafted with what came of it."""
+        if self._calibration is not None and self._drafted is not None:
+            for row, (log_probs, token_ids) in enumerate(zip(*self._drafted)):
+                if context.num_emitted and (count := context.num_emitted[row]):
+                    emitted = context.input_ids[row, -count:][: len(log_probs)].tolist()
+                    self._calibration.learn(log_probs, token_ids, emitted)
+        self._drafted = None
 
     def _remember(self, context: DraftContext) -> None:
         """Keeps what the next draft needs; a draft that follows a former call's takes up what that one left."""

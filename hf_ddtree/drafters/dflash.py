@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
+from ..calibration import Calibration
 from ..placement import embedding_rows, execution_device, head_logits
 
 
@@ -335,6 +336,9 @@ class DFlashLayer(nn.Module):
 class DFlashDraftModel(PreTrainedModel):
     """The DFlash drafter. It uses the target's embeddings, and its output head unless `draft_vocab_size` is set.
 
+    Attributes:
+        calibration: What is known of its errors. Assign `Calibration.load(path)` to go on from what was saved.
+
     Raises:
         ValueError: If the config does not say which target layers to read.
     """
@@ -355,6 +359,7 @@ class DFlashDraftModel(PreTrainedModel):
                 "`target_layer_ids` is not set, so the drafter does not know which of the target's layers to read. "
                 "Set it, or `num_target_layers`, in the drafter's config."
             )
+        self.calibration = Calibration()
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))

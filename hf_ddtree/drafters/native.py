@@ -26,6 +26,7 @@ def view_native(assistant_model: PreTrainedModel, target_model: PreTrainedModel)
     """
     with torch.device("meta"):
         view = DFlashDraftModel(read_native_config(assistant_model.config, target_model.config.get_text_config()))
+    view.calibration = vars(assistant_model).setdefault("calibration", view.calibration)
     view.fc, view.hidden_norm = assistant_model.encoder.fc, assistant_model.encoder.output_norm_enc
     view.norm, view.rotary_emb = assistant_model.norm, assistant_model.rotary_emb
     for layer, native_layer in zip(view.layers, assistant_model.layers):
