@@ -77,7 +77,7 @@ class Calibration:
         return torch.from_numpy(calibrated), token_ids[:, None].expand(-1, 2, -1), _next_state(stated.shape[1])
 
     def learn(self, log_probs: Tensor, token_ids: Tensor, emitted: Sequence[int]) -> None:
-        """Takes up the evidence of a row and round: what was right below each node that the emitted tokens pass through.
+        """Takes up the evidence of a row and round: what was right below each node that the emitted tokens pass.
 
         Args:
             log_probs: `(depth, k)`, the candidates that the round's tree was built from, as they were stated.

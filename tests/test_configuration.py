@@ -18,6 +18,7 @@ def test_defaults():
         "draft_length": None,
         "tree_lookup": False,
         "max_matching_ngram_size": None,
+        "calibrate": True,
         "return_trees": False,
     }
 
@@ -88,4 +89,4 @@ def test_refuses_unknown_probabilities(value):
 
 def test_knobs_are_the_fields_in_order():
     shape = ("tree_budget", "tree_shape", "tree_probabilities", "tree_top_k", "draft_length")
-    assert DDTreeConfig.knobs() == (*shape, "tree_lookup", "max_matching_ngram_size", "return_trees")
+    assert DDTreeConfig.knobs() == (*shape, "tree_lookup", "max_matching_ngram_size", "calibrate", "return_trees")

@@ -15,6 +15,7 @@ from self_text import open_rows
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
+from hf_ddtree.calibration import Calibration
 from hf_ddtree.draft_tree import best_tokens, build_tree, conditional_candidates, top_candidates
 from hf_ddtree.drafters import DFlash2DraftModel, DFlashDraftModel, load_drafter
 
@@ -84,11 +85,12 @@ def replay(
         features: `(rows, length, len(target_layer_ids) * hidden_size)`.
         prompt_lengths: The first generated token of a row is its first root.
         policies: Name -> probabilities, tree shape and node budget. Conditional ones need a drafter with a selector,
-            and are left out otherwise.
+            and are left out otherwise. Calibrated ones are marginal ones that learn on the way, from nothing at first.
     """
     horizon = drafter.config.block_size - 1
     end = tokens.shape[1] - horizon - 1
     emitted, rounds = dict.fromkeys(policies, 0), dict.fromkeys(policies, 0)
+    calibrations = {name: Calibration() for name, policy in policies.items() if policy[0] == "calibrated"}
     reached, right = torch.zeros(horizon), torch.zeros(horizon)
     for row, first in enumerate(prompt_lengths):
         anchors = torch.arange(first, end, device=tokens.device)
@@ -99,16 +101,21 @@ def replay(
         right += prefix_right.sum(0)
         reached += torch.cat((torch.full((1,), len(anchors)), prefix_right.sum(0)[:-1]))
         for name, (probabilities, shape, budget) in policies.items():
-            if probabilities not in candidates:
+            calibration = calibrations.get(name)
+            if calibration is None and probabilities not in candidates:
                 continue
-            log_probs, token_ids, *next_state = candidates[probabilities]
+            log_probs, token_ids, *next_state = candidates["marginal" if calibration else probabilities]
             at = 0
             while at < len(anchors):
-                state = next_state[0][at] if next_state else None
-                tree = build_tree(log_probs[at], token_ids[at], 0, budget, shape, check=False, next_state=state)
+                probs, of_root, state = log_probs[at], token_ids[at], next_state[0][at] if next_state else None
+                if calibration is not None:
+                    probs, of_root, state = calibration.calibrate(probs, of_root)
+                tree = build_tree(probs, of_root, 0, budget, shape, check=False, next_state=state)
                 node, depth = 0, 0
                 while depth < horizon and (child := tree.child_with_token(node, int(truth[at, depth]))) is not None:
                     node, depth = child, depth + 1
+                if calibration is not None:
+                    calibration.learn(log_probs[at], token_ids[at], truth[at, : depth + 1].tolist())
                 at, emitted[name], rounds[name] = at + depth + 1, emitted[name] + depth + 1, rounds[name] + 1
     figures = {name: round(emitted[name] / rounds[name], 3) for name in policies if rounds[name]}
     return figures | {f"right_{i + 1}": round(float(right[i] / reached[i].clamp(min=1)), 3) for i in range(horizon)}
@@ -120,6 +127,7 @@ POLICIES = {
     "selector_chain": ("conditional", "chain", 11),
     **{f"marginal_{budget}": ("marginal", "best_first", budget) for budget in BUDGETS},
     **{f"conditional_{budget}": ("conditional", "best_first", budget) for budget in BUDGETS},
+    **{f"calibrated_{budget}": ("calibrated", "best_first", budget) for budget in BUDGETS},
     **{f"marginal_spine_{budget}": ("marginal", "spine_first", budget) for budget in BUDGETS},
     **{f"conditional_spine_{budget}": ("conditional", "spine_first", budget) for budget in BUDGETS},
 }
