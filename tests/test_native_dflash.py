@@ -81,12 +81,18 @@ def test_chain_is_what_transformers_drafts(vocab_size: int, seed: int, monkeypat
         return candidates, logits
 
     monkeypatch.setattr(generator_class, "get_candidates", recording)
-    call = {"inputs": prompt(vocab_size, seed), "max_new_tokens": 40, "do_sample": False, "assistant_model": drafter}
+    call: dict[str, Any] = {
+        "inputs": prompt(vocab_size, seed),
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "assistant_model": drafter,
+    }
     counter = Counter(target)
     expected = target.generate(**call, speculation_type="dflash")
     forwards = counter.close()
     counter = Counter(target)
-    output = target.generate(**call, generation_strategy="dflash", return_dict_in_generate=True, return_trees=True)
+    call |= {"tree_budget": 8, "generation_strategy": "dflash", "return_dict_in_generate": True, "return_trees": True}
+    output = target.generate(**call)
     assert counter.close() == forwards == output.ddtree_stats.target_forwards
     assert output.sequences.tolist() == expected.tolist()
     chains = [tree.token_ids[1:].tolist() for (tree,) in output.ddtree_stats.trees]
