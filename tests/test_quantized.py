@@ -71,7 +71,7 @@ def test_the_shipped_pair(name, drafter_kwargs, prompts):
     assert drafter.dtype == drafter_kwargs.get("dtype", torch.float32)
     outputs = assert_equal_up_to_near_ties(model, prompts, lambda _: {"assistant_model": drafter})
     lengths = [length for output in outputs for length in output.ddtree_stats.accepted_lengths]
-    assert sum(lengths) / len(lengths) > 2
+    assert sum(lengths) / len(lengths) > 1.5
 
 
 @pytest.mark.parametrize("family, name", [("qwen3", "nf4"), ("gemma3", "int8"), ("olmo_hybrid", "nf4")])
@@ -118,4 +118,4 @@ def test_a_drafter_takes_no_integer_dtype_from_a_quantized_head(tmp_path, prompt
     drafter = hf_ddtree.load_drafter(PAIR / "drafter", target_model=model)
     assert drafter.dtype == torch.float32
     (output,) = assert_equal_up_to_near_ties(model, prompts[:1], lambda _: {"assistant_model": drafter})
-    assert output.ddtree_stats.tokens_per_forward > 2
+    assert output.ddtree_stats.tokens_per_forward > 1.5
