@@ -42,6 +42,18 @@ WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunk
 STATEFUL_LAYER_TYPES = ("linear_attention", "conv")
 # The last two keep nothing.
 LAYER_TYPES = (*WINDOWS, *STATEFUL_LAYER_TYPES, "moe", "mlp")
+# Kinds of layers that a tree would change, and why.
+BY_PLACE = "it picks keys by their places in the cache, and branches that a node must not see have places there too"
+MERGING = "it merges keys that stand side by side in the cache, even of different branches"
+UNKNOWN_LAYER_TYPES = {
+    "indexed_attention": BY_PLACE,
+    "deepseek_sparse_attention": BY_PLACE,
+    "qwen_sparse_attention": BY_PLACE,
+    "minimax_m3_sparse": BY_PLACE,
+    "compressed_sparse_attention": MERGING,
+    "heavily_compressed_attention": MERGING,
+}
+CACHE_ARGUMENTS = {"cache", "past_key_values", "cache_params", "state"}
 # What Transformers calls two layers in one.
 LAYERS_IN_ONE = {"hybrid": ("linear_attention", "full_attention")}
 GENERATION_MODES = ("greedy_search", "sample")
@@ -214,9 +226,10 @@ def check_target(model: PreTrainedModel) -> None:
         )
     kinds = set(layer_types(config))
     if unknown := sorted(kinds - set(LAYER_TYPES)):
+        reasons = "; ".join(f"{kind}: {UNKNOWN_LAYER_TYPES.get(kind, 'its rule is unknown')}" for kind in unknown)
         raise ValueError(
-            f"{name} has layers of a kind that tree decoding does not know ({', '.join(unknown)}; known are "
-            f"{', '.join(LAYER_TYPES)}). Generate without `generation_strategy`."
+            f"{name} has layers of a kind that tree decoding does not know ({reasons}). It knows "
+            f"{', '.join(LAYER_TYPES)}. Generate without `generation_strategy`."
         )
     if {model.config.model_type, config.model_type}.intersection(INDEXED_KEYS):
         raise ValueError(
@@ -231,9 +244,9 @@ def check_target(model: PreTrainedModel) -> None:
     has_state = getattr(model, "_is_stateful", False) or any(kind in STATEFUL_LAYER_TYPES for kind in kinds)
     if not model._supports_default_dynamic_cache() or (has_state and not _has_known_state(model)):
         raise ValueError(
-            f"{name} keeps a state that tree decoding does not know how to branch and commit; it knows that of Gated "
-            "DeltaNet, Kimi delta attention, Mamba-2 and short convolution layers. Generate without "
-            "`generation_strategy`."
+            f"{name} keeps a state that tree decoding does not know how to branch and commit, in "
+            f"{', '.join(_layers_with_unknown_state(model)) or 'its layers'}; it knows that of Gated DeltaNet, Kimi "
+            "delta attention, Mamba-2 and short convolution layers. Generate without `generation_strategy`."
         )
     if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
         raise ValueError(
@@ -353,14 +366,27 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def _has_known_state(model: PreTrainedModel) -> bool:
     """Whether all that the model keeps besides keys and values is the state of layers that the operators know."""
     config = model.config.get_text_config()
-    mixers = [
-        (sys.modules.get(type(module).__module__), functions)
-        for module in model.modules()
-        for name, functions in MIXERS.items()
-        if type(module).__name__.endswith(name)
-    ]
+    mixers = [(type(module), functions) for module in model.modules() if (functions := _functions_of(module))]
     return (
         len(mixers) == sum(kind in STATEFUL_LAYER_TYPES for kind in layer_types(config))
         and getattr(config, "number_of_conv_states", 1) == 1
-        and all(hasattr(modeling, function) for modeling, functions in mixers for function in functions)
+        and all(hasattr(sys.modules.get(mixer.__module__), name) for mixer, functions in mixers for name in functions)
     )
+
+
+def _functions_of(module: nn.Module) -> tuple[str, ...]:
+    """The functions that the operators stand for in a layer with a known state; none if it is no such layer."""
+    name = type(module).__name__
+    return next((functions for ending, functions in MIXERS.items() if name.endswith(ending)), ())
+
+
+def _layers_with_unknown_state(model: PreTrainedModel) -> list[str]:
+    """Names of the innermost classes that take a cache and are neither known nor, if there are others, attention."""
+    takers = [module for module in model.modules() if _takes_cache(module)]
+    outer = {id(taker) for taker in takers if any(_takes_cache(inner) for inner in list(taker.modules())[1:])}
+    names = {type(taker).__name__ for taker in takers if id(taker) not in outer and not _functions_of(taker)}
+    return sorted({name for name in names if not name.endswith("Attention")} or names)
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    return not CACHE_ARGUMENTS.isdisjoint(inspect.signature(module.forward).parameters)

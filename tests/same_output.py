@@ -38,13 +38,12 @@ def assert_same_cache(got: DynamicCache, expected: DynamicCache) -> None:
         assert type(layer) is type(layer_expected)
         assert not getattr(layer, "record_past", False)
         if isinstance(layer, LinearAttentionLayer):
-            assert_close(layer.conv_states[0], layer_expected.conv_states[0])
-            state, state_expected = layer.recurrent_states[0], layer_expected.recurrent_states[0]
-            assert (state is None) == (state_expected is None)
-            if state is not None:
-                assert_close(state, state_expected)
-            continue
-        if layer_expected.keys is None:
+            for states in ("conv_states", "recurrent_states"):
+                state, state_expected = getattr(layer, states)[0], getattr(layer_expected, states)[0]
+                assert (state is None) == (state_expected is None)
+                if state is not None:
+                    assert_close(state, state_expected)
+        if getattr(layer_expected, "keys", None) is None:
             continue
         assert layer.get_seq_length() == layer_expected.get_seq_length()
         assert_close(layer.keys, layer_expected.keys)

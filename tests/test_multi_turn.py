@@ -12,7 +12,7 @@ from random_drafter import make_drafter
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.registration import register
 
-FAMILIES = ["llama", "gemma3", "qwen3_5"]
+FAMILIES = ["llama", "gemma3", "qwen3_5", "falcon_h1"]
 NUM_TURNS = 5
 NEW_TOKENS = 8
 BUDGET = 24

@@ -229,11 +229,21 @@ SIZES = {
 }
 # For each model with a state that the package does not know: its configuration, and what the refusal says of it.
 UNKNOWN_STATES = {
-    "Mamba": ({"state_size": 4}, "keeps a state"),
-    "Mamba2": ({"state_size": 8, "num_heads": 4, "n_groups": 1}, "keeps a state"),
-    "Rwkv": ({"attention_hidden_size": 32, "context_length": 64}, "keeps a state"),
-    "Jamba": ({"num_experts": 2, "attn_layer_offset": 1, "attn_layer_period": 2}, "keeps a state"),
-    "MiniMax": ({"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}, "keeps a state"),
+    "Mamba": ({"state_size": 4}, ["keeps a state", "MambaMixer"]),
+    "Mamba2": ({"state_size": 8, "num_heads": 4, "n_groups": 1}, ["keeps a state", "Mamba2Mixer"]),
+    "Jamba": (
+        {"num_experts": 2, "attn_layer_offset": 1, "attn_layer_period": 2, "use_mamba_kernels": False},
+        ["keeps a state", "in JambaMambaMixer;"],
+    ),
+    "Rwkv": ({"attention_hidden_size": 32, "context_length": 64}, ["keeps a state", "Rwkv"]),
+    "MiniMax": (
+        {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2},
+        ["keeps a state", "MiniMaxLightningAttention"],
+    ),
+    "RecurrentGemma": (
+        {"block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": 8},
+        ["keeps a state", "RecurrentGemma"],
+    ),
     "Qwen4ExpText": (
         {
             "num_hidden_layers": 4,
@@ -252,19 +262,19 @@ UNKNOWN_STATES = {
             "indexer_budget": 8,
             "indexer_compress_ratio": 2,
         },
-        "layers of a kind",
+        ["layers of a kind", "_attention: it picks keys by their places"],
     ),
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN_STATES)
 def test_models_with_an_unknown_state(name):
-    differences, word = UNKNOWN_STATES[name]
+    differences, words = UNKNOWN_STATES[name]
     config = getattr(transformers, f"{name}Config")(**SIZES | differences)
     torch.manual_seed(0)
     model_class = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
     model = model_class(config).eval()
-    with refused(model, model_class.__name__, word, "Generate without `generation_strategy`"):
+    with refused(model, model_class.__name__, *words, "Generate without `generation_strategy`"):
         by_tree(model)
 
 
