@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any
 
 import torch
 import transformers
@@ -55,6 +56,8 @@ KIMI_DELTA = {
     "linear_num_heads": 3,
     "linear_conv_kernel_dim": CONV_KERNEL,
     **LATENT_ATTENTION,
+    "rms_norm_eps": 1e-3,
+    "routed_scaling_factor": 1.0,
     "n_group": 1,
     "topk_group": 1,
     "num_local_experts": 4,
@@ -215,6 +218,8 @@ CONFIGS = {
     "zamba2": (
         "Zamba2Config",
         {
+            "rms_norm_eps": 1e-3,
+            "head_dim": 16,
             "num_key_value_heads": 4,
             "n_mamba_heads": 4,
             "mamba_ngroups": 2,
@@ -248,6 +253,8 @@ CONFIGS = {
 FAMILIES = tuple(family for family, (config_class, _) in CONFIGS.items() if hasattr(transformers, config_class))
 # Those that stand behind the last family with nothing but attention.
 RECURRENT_FAMILIES = FAMILIES[FAMILIES.index("qwen3_next") :]
+# What needs weaker layers than its kind.
+GAINS = {"gemma4": 1.2, "zamba2": 1.0}
 # What softens its scores has no sdpa.
 EAGER_ONLY = ("gpt_oss", "gemma2")
 CASES = [(family, "sdpa") for family in FAMILIES if family not in EAGER_ONLY]
@@ -259,23 +266,24 @@ def first_implementation(family: str) -> str:
     return next(attention for name, attention in CASES if name == family)
 
 
-def make_config(family: str) -> PretrainedConfig:
-    """The family's tiny configuration."""
+def make_config(family: str, **variation: Any) -> PretrainedConfig:
+    """The family's tiny configuration, with some values changed."""
     config_class, differences = CONFIGS[family]
-    return getattr(transformers, config_class)(**{**SIZES, **differences})
+    return getattr(transformers, config_class)(**{**SIZES, **differences, **variation})
 
 
 @cache
-def make_model(family: str, attention: str) -> PreTrainedModel:
+def make_model(family: str, attention: str, **variation: Any) -> PreTrainedModel:
     """The family's tiny model in float32 with seeded random weights; made once, so tests must leave it as it is."""
     with torch.random.fork_rng():
         torch.manual_seed(200 + list(CONFIGS).index(family))
         model = transformers.AutoModelForCausalLM.from_config(
-            make_config(family), attn_implementation=attention, dtype=torch.float32
+            make_config(family, **variation), attn_implementation=attention, dtype=torch.float32
         ).eval()
         for name, parameter in model.named_parameters():
             # Stronger layers decode more varied text; in some families they would blow rounding errors up.
-            _randomise(name, parameter.data, gain=1.2 if family in (*RECURRENT_FAMILIES, "gemma4") else 1.5)
+            gain = GAINS.get(family, 1.2 if family in RECURRENT_FAMILIES else 1.5)
+            _randomise(name, parameter.data, gain)
     model.requires_grad_(False)
     return model
 

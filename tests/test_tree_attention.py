@@ -262,6 +262,23 @@ def test_rows_with_trees_and_paths_of_their_own(family):
 @torch.no_grad()
 @pytest.mark.core
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_lone_roots_are_committed_for_some_rows_alone(family):
+    """Models have another code for single tokens, which writes over the states of all rows."""
+    decoding = Decoding(model_of(family, first_implementation(family)), [random_tokens(random.Random(0), 6)] * 3)
+    with recording_past(decoding.cache):
+        for paths in ([[0], [], [0]], [[], [0], []], [[0], [0], [0]]):
+            trees = [DraftTree.root_only(5 + row) for row in range(3)]
+            logits = decoding.verify(trees)
+            for row, tree in enumerate(trees):
+                expected, _ = plain_logits_of_tree(decoding.model, decoding.committed[row], tree, [])
+                assert_close(logits[row], expected, f"logits of row {row}")
+            decoding.commit(paths)
+    assert_same_cache(decoding.model, decoding.cache, decoding.committed)
+
+
+@torch.no_grad()
+@pytest.mark.core
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_plain_forwards_go_on_as_before_while_the_operators_are_installed(family):
     model = model_of(family, first_implementation(family))
     tokens = torch.tensor([random_tokens(random.Random(0), 20)])
