@@ -47,7 +47,7 @@ def test_same_tokens(case):
 
     def make_drafts(model):
         drafter = drafter_of(family, noise=(0.15, 3.0)[index % 2])
-        return {"assistant_model": drafter, "tree_budget": 8, "tree_shape": SHAPES[index // 3 % 3], "draft_length": 3}
+        return {"assistant_model": drafter, "tree_budget": 8, "tree_shape": SHAPES[index // 3 % 3], "draft_length": 2}
 
     check_case(case, make_drafts)
 
@@ -60,9 +60,9 @@ def test_same_tokens(case):
 def test_a_drafter_that_is_the_target_is_always_right(family):
     """Any flaw in the drafter's cache would make it wrong at some point. The chain takes a forward a token."""
     model = model_of(family)
-    out = generate(model, model, max_new_tokens=61, tree_shape="chain", draft_length=4)
-    assert out.ddtree_stats.accepted_lengths == [5] * 12
-    assert out.ddtree_stats.draft_forwards == 1 + 12 * 4
+    out = generate(model, model, max_new_tokens=41, tree_shape="chain", draft_length=4)
+    assert out.ddtree_stats.accepted_lengths == [5] * 8
+    assert out.ddtree_stats.draft_forwards == 1 + 8 * 4
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
@@ -81,8 +81,8 @@ def test_rows_apart_with_padding(family, hole):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("family", ["mistral", "gemma3", "qwen3_next", "qwen3_5"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("shape", SHAPES[:2])
 def test_the_cache_holds_what_was_accepted(family, shape):
     """After many rounds, other paths than the first child's among them: what a plain forward leaves."""
     model, drafter = model_of(family), copy.deepcopy(drafter_of(family))
@@ -90,12 +90,11 @@ def test_the_cache_holds_what_was_accepted(family, shape):
     generator = CausalLMTreeCandidateGenerator(drafter, model, DDTreeConfig(tree_shape=shape))
     kwargs = {"generation_strategy": "ddtree", "candidate_generator": generator, "return_dict_in_generate": True}
     kwargs["tree_budget"] = 16
-    out = model.generate(make_prompt(), max_new_tokens=90, do_sample=False, return_trees=True, **kwargs)
-    if shape != "chain":
-        assert any(path != list(range(len(path))) for (path,) in out.ddtree_stats.accepted_paths)
+    out = model.generate(make_prompt(), max_new_tokens=60, do_sample=False, return_trees=True, **kwargs)
+    assert any(path != list(range(len(path))) for (path,) in out.ddtree_stats.accepted_paths)
     state = generator.state
     (cached,), (sequence,) = state.num_cached, state.sequences
-    assert sequence.tolist() == out.sequences[0].tolist() and cached > 90
+    assert sequence.tolist() == out.sequences[0].tolist() and cached > 60
     with torch.no_grad():
         fresh = drafter(sequence[None, :cached], use_cache=True)[CACHE_KEY]
     assert_same_cache(state.model_kwargs[CACHE_KEY], fresh)
@@ -165,7 +164,7 @@ def best_prefixes(drafter, tokens, budget, depth):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_no_fewer_tokens_a_forward_than_assisted_decoding(family):
     """The chain is Transformers' own, forward for forward; what has it as its spine accepts at least as much."""
     model, drafter = model_of(family), drafter_of(family, noise=0.05)
@@ -174,20 +173,20 @@ def test_no_fewer_tokens_a_forward_than_assisted_decoding(family):
     )
     rounds = {"assisted": 0, "chain": 0, "spine_first": 0}
     drafts = dict(rounds)
-    for seed in range(3):
+    for seed in range(2):
         ids = make_prompt(seed)
         calls = {model: [], drafter: []}
         hooks = [
             module.register_forward_hook(lambda *_, of_module=of_module: of_module.append(1))
             for module, of_module in calls.items()
         ]
-        assisted = model.generate(ids, max_new_tokens=50, do_sample=False, assistant_model=drafter)
+        assisted = model.generate(ids, max_new_tokens=32, do_sample=False, assistant_model=drafter)
         for hook in hooks:
             hook.remove()
         rounds["assisted"] += len(calls[model])
         drafts["assisted"] += len(calls[drafter])
         for shape in ("chain", "spine_first"):
-            out = generate(model, drafter, ids, max_new_tokens=50, tree_shape=shape, draft_length=5)
+            out = generate(model, drafter, ids, max_new_tokens=32, tree_shape=shape, draft_length=5)
             assert out.sequences.tolist() == assisted.tolist()
             # Both models take a forward for the prompt, which assisted decoding does together with the first round.
             rounds[shape] += out.ddtree_stats.target_forwards - 1

@@ -281,6 +281,8 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
         if rotary is None:
             return None
         parameters = getattr(self.drafter.config, "rope_parameters", None) or {}
+        if "mrope_section" in parameters:
+            position_ids = position_ids[None].expand(3, -1, -1)  # text has the same position on every axis
         if any(isinstance(entry, dict) for entry in parameters.values()):
             return rotary(embeddings, position_ids, self.drafter.config.layer_types[layer])
         return rotary(embeddings, position_ids)
