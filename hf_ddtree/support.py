@@ -28,6 +28,7 @@ from transformers.generation import logits_process
 
 from .attention.dispatch import MIXERS
 from .compat import (
+    CACHE_KEY,
     EMPTY_CACHE_LAYERS,
     is_sharded_by_wrappers,
     is_sharded_over_processes,
@@ -248,7 +249,12 @@ def check_target(model: PreTrainedModel) -> None:
             f"{', '.join(_layers_with_unknown_state(model)) or 'its layers'}; it knows that of Gated DeltaNet, Kimi "
             "delta attention, Mamba-2 and short convolution layers. Generate without `generation_strategy`."
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
+    parameters = inspect.signature(model.forward).parameters
+    if CACHE_KEY not in parameters:
+        raise ValueError(
+            f"{name} takes no cache, which a tree is verified against. Generate without `generation_strategy`."
+        )
+    if "position_ids" not in parameters or getattr(config, "alibi", False):
         raise ValueError(
             f"{name} takes its positions from the order of the tokens, not from `position_ids`, so the branches of a "
             "tree cannot share a forward. Generate without `generation_strategy`."

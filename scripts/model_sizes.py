@@ -37,6 +37,8 @@ TEXT: dict[str, Any] = {
     "linear_value_head_dim": 12,
     **dict.fromkeys(["index_n_heads", "index_topk"], 2),
     "index_head_dim": 8,
+    "linear_head_dim": 8,
+    "linear_num_heads": 3,
     "num_nextn_predict_layers": 0,
     "tie_word_embeddings": False,
     "is_decoder": True,
@@ -62,7 +64,7 @@ VISION: dict[str, Any] = {
 }
 SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"] * 2}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 # What a model type needs besides, or instead.
 SIZES: dict[str, dict[str, Any]] = {
@@ -110,6 +112,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "minimax": LINEAR_AND_FULL,
     "ministral": SLIDING_AND_FULL,
     "modernbert-decoder": SLIDING_AND_FULL,
+    "nemotron_h": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "chunk_size": 8,
+        "layers_block_type": ["moe", "linear_attention", "mlp", "full_attention"],
+        "moe_shared_expert_intermediate_size": 24,
+    },
     "paddleocr_vl_text": MROPE,
     "qwen2_5_omni_text": MROPE,
     "qwen2_5_vl_text": MROPE,
@@ -130,5 +141,14 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"] * 2, "feed_forward_size": 32},
     "xmod": {"default_language": "en_XX"},
+    "zamba2": {
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 12,
+        "mamba_expand": 2,
+        "chunk_size": 8,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -294,6 +294,13 @@ def test_encoder_decoder():
         by_tree(model)
 
 
+def test_a_model_without_a_cache():
+    config = transformers.OpenAIGPTConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2)
+    model = transformers.OpenAIGPTLMHeadModel(config).eval()
+    with refused(model, "OpenAIGPTLMHeadModel", "takes no cache", "Generate without `generation_strategy`"):
+        by_tree(model)
+
+
 def test_chunks_of_one_token():
     config = transformers.Llama4TextConfig(
         **SIZES | {"attention_chunk_size": 1, "num_local_experts": 2, "intermediate_size_mlp": 32}
