@@ -17,7 +17,7 @@ from prepare import is_held_out, stdlib_modules
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen3_5ForCausalLM
 
-from hf_ddtree.drafters import DFlashConfig, DFlashDraftModel
+from hf_ddtree.drafters import DFlash2Config, DFlashConfig, load_drafter
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hf_ddtree" / "demo_pair"
 PROMPT_TOKENS = (64, 160)
@@ -53,18 +53,21 @@ def published_layout(config: DFlashConfig) -> dict[str, object]:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps")
     names += ("attention_bias", "layer_types", "rope_parameters", "num_target_layers", "tie_word_embeddings")
+    own_settings = ["mask_token_id", "target_layer_ids"]
+    if isinstance(config, DFlash2Config):
+        own_settings += ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"]
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if isinstance(config, DFlash2Config) else "DFlashDraftModel"],
         "model_type": "qwen3",
         **{name: settings.get(name, getattr(config, name)) for name in names},
         "block_size": config.block_size,
-        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids},
+        "dflash_config": {name: getattr(config, name) for name in own_settings},
         "dtype": "bfloat16",
     }
 
 
 def export_drafter(source: Path, folder: Path) -> None:
-    drafter = DFlashDraftModel.from_pretrained(source, dtype=torch.bfloat16)
+    drafter = load_drafter(source, dtype=torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

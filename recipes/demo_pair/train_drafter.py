@@ -1,4 +1,4 @@
-"""Step 4: the DFlash drafter, trained on the target's own texts with the target frozen.
+"""Step 4: the drafter, DFlash 2 by default, trained on the target's own texts with the target frozen.
 
 Every step takes a few texts, puts many blocks at random roots into each, and asks for the tokens behind the roots.
 Writes `drafter_checkpoint.pt` (to go on from), `drafter/` (weights rounded to bfloat16) and `drafter_log.jsonl`.
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--block-size", type=int, default=12)
     parser.add_argument("--gamma", type=float, default=3.0)
-    parser.add_argument("--soft", type=float, default=0.25, help="share of the loss against the target's distribution")
+    parser.add_argument("--soft", type=float, default=0.0, help="share of the loss against the target's distribution")
     parser.add_argument("--selector-share", type=float, default=0.5, help="share of the loss given the token before")
     parser.add_argument("--rows", type=int, default=4, help="texts a step")
     parser.add_argument("--anchors", type=int, default=40, help="blocks a text")
