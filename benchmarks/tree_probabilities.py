@@ -21,8 +21,8 @@ from hf_ddtree.demo import demo_prompts, load_demo
 
 BUDGETS = (8, 16, 32, 64)
 METHODS: dict[str, dict[str, Any]] = {
-    "chain": {"generation_strategy": "dflash", "tree_probabilities": "marginal"},
-    "selector_chain": {"generation_strategy": "dflash"},
+    "chain": {"generation_strategy": "dflash", "tree_budget": 16, "tree_probabilities": "marginal"},
+    "selector_chain": {"generation_strategy": "dflash", "tree_budget": 16},
 } | {
     f"{probabilities}_{budget}": {
         "generation_strategy": "ddtree",
