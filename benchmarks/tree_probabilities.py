@@ -21,13 +21,19 @@ from hf_ddtree.demo import demo_prompts, load_demo
 
 BUDGETS = (8, 16, 32, 64)
 METHODS: dict[str, dict[str, Any]] = {
-    "chain": {"generation_strategy": "dflash", "tree_budget": 16, "tree_probabilities": "marginal"},
+    "chain": {
+        "generation_strategy": "dflash",
+        "tree_budget": 16,
+        "tree_probabilities": "marginal",
+        "calibrate": False,
+    },
     "selector_chain": {"generation_strategy": "dflash", "tree_budget": 16},
 } | {
     f"{probabilities}_{budget}": {
         "generation_strategy": "ddtree",
         "tree_budget": budget,
         "tree_probabilities": probabilities,
+        "calibrate": False,
     }
     for probabilities in ("marginal", "conditional")
     for budget in BUDGETS

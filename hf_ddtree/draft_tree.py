@@ -356,6 +356,11 @@ def build_tree(
     width = 1 if shape == "chain" else min(row, budget)
     spine = 0 if shape == "spine_first" else None
 
+    if states is None:
+        all_parents, all_ranks, pair_ends = _rank_pairs(budget, width)
+    is_small = states is not None and states.shape[1] == 2 and budget <= _MOST_CACHED_PARENTS
+    pairs_by_state = _cached_pairs_by_state if is_small else _rank_pairs_by_state
+
     # A prefix is known by its place in the concatenation of all levels; level 0 is the root. A level's candidates are
     # known by their place in its flat array.
     level_costs = [np.zeros(1, dtype=np.float32)]
@@ -366,10 +371,11 @@ def build_tree(
     for level in range(depth):
         frontier = level_costs[-1]
         if states is None:
-            pair_parent, entry = _rank_pairs(budget, width, len(frontier))
+            pairs = pair_ends[len(frontier)]
+            pair_parent, entry = all_parents[:pairs], all_ranks[:pairs]
         else:
             reach = len(frontier) if spine is not None else int(frontier.searchsorted(limit))
-            pair_parent, pair_rank = _rank_pairs_by_state(in_state[:reach].tobytes(), budget, width)
+            pair_parent, pair_rank = pairs_by_state(in_state[:reach].tobytes(), budget, width)
             entry = in_state.take(pair_parent) * row + pair_rank
         pair_costs = frontier.take(pair_parent)
         pair_costs += costs[level].take(entry)
@@ -426,23 +432,23 @@ def _keep_spine(within: np.ndarray, pair_costs: np.ndarray, pair: int) -> tuple[
     return np.append(within, pair), len(within)
 
 
-@lru_cache(maxsize=1024)
-def _rank_pairs(budget: int, width: int, num_parents: int) -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(maxsize=64)
+def _rank_pairs(budget: int, width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Pairs (parent rank, candidate rank) that can be among the `budget` best, by parent rank, then candidate rank.
 
     Returns:
-        Parent ranks and candidate ranks, both `(pairs,)` int64.
+        Parent ranks and candidate ranks, both `(pairs,)` int64, and for each number of parents, from 0 to `budget`,
+        how many of the pairs come from that many first parents.
     """
-    return _pairs_of(np.arange(num_parents), budget, width)
+    parents, ranks = _pairs_of(np.arange(budget), budget, width)
+    return parents, ranks, parents.searchsorted(np.arange(budget + 1)).tolist()
 
 
-@lru_cache(maxsize=1024)
 def _rank_pairs_by_state(states: bytes, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """`_rank_pairs` where parents compete with those of their own state alone.
+    """`_rank_pairs` where parents compete with those of their own state alone, for all of the parents.
 
     Args:
-        states: `(parents,)` int64, the state of each parent, the best parent first; as bytes, as few states recur in
-            the same order.
+        states: `(parents,)` int64, the state of each parent, the best parent first; as bytes.
     """
     in_state = np.frombuffer(states, dtype=np.int64)
     order = in_state.argsort(kind="stable")
@@ -450,6 +456,11 @@ def _rank_pairs_by_state(states: bytes, budget: int, width: int) -> tuple[np.nda
     ranks = np.empty_like(order)
     ranks[order] = np.arange(len(order)) - by_state.searchsorted(by_state)
     return _pairs_of(ranks, budget, width)
+
+
+# With two states and few parents the same orders of states come up again and again.
+_cached_pairs_by_state = lru_cache(maxsize=256)(_rank_pairs_by_state)
+_MOST_CACHED_PARENTS = 128
 
 
 def _pairs_of(parent_ranks: np.ndarray, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -77,7 +77,7 @@ def test_target_knows_python(pair: Pair) -> None:
 def test_drafter_predicts_its_target(pair: Pair) -> None:
     """The first slot is right most of the time on greedy continuations of held-out prompts.
 
-    Measured: 0.69; 0.51 if the context lags by one token, 0.42 with a mask at the root's place.
+    Measured: 0.76; 0.69 if the context lags by one token, 0.18 with a mask at the root's place.
     """
     model, drafter, tokenizer = pair
     recorded: dict[int, list[torch.Tensor]] = {layer: [] for layer in drafter.config.target_layer_ids}
@@ -100,4 +100,4 @@ def test_drafter_predicts_its_target(pair: Pair) -> None:
             kept.clear()
     for hook in hooks:
         hook.remove()
-    assert right / total > 0.6
+    assert right / total > 0.72
