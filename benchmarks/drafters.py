@@ -1,0 +1,210 @@
+"""Each kind of drafter on the target that ships with the package: tokens per forward and speed.
+
+    python benchmarks/drafters.py --output benchmarks/results/drafters.json --page docs/drafters.md
+
+Float32. Greedy on held-out code, and on prompts made of it that ask for repetition: a fragment twice and its first
+lines once more, or a fragment and half of it quoted. And sampled, where the target hardly ever repeats itself. All
+methods run one after the other on each prompt, in an order that rotates, and every output is compared with plain
+decoding's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from demo_speed import machine, quartiles
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import PreTrainedModel
+
+import hf_ddtree
+from hf_ddtree.demo import demo_prompts
+
+# Noise in the copy of the target that stands for a small causal language model, in standard deviations of a weight.
+NOISE = 0.1
+BEGIN, END = "<!-- figures of benchmarks/drafters.py -->", "<!-- end of figures -->"
+SEED = 0
+
+
+def edit(fragment: str) -> str:
+    """A fragment, the same again, and its first lines once more."""
+    first = "\n".join(fragment.rstrip("\n").split("\n")[:2])
+    return f"{fragment}\n{fragment}\n{first}\n"
+
+
+def quote(fragment: str) -> str:
+    """A fragment, and its first half quoted."""
+    lines = fragment.rstrip("\n").split("\n")
+    half = "\n".join(lines[: max(1, len(lines) // 2)])
+    return f"{fragment}\n# As above:\n{half}\n"
+
+
+def texts(prompts: int) -> dict[str, list[str]]:
+    """Prompts of each kind of text."""
+    fragments = [entry["prompt"] for entry in demo_prompts()[:prompts]]
+    repeated = [(edit, quote)[place % 2](fragment) for place, fragment in enumerate(fragments)]
+    return {"code": fragments, "repetitive": repeated, "sampled": fragments}
+
+
+def noisy_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A language model that agrees with the target most of the time, and is as slow."""
+    generator = torch.Generator().manual_seed(SEED)
+    noisy = copy.deepcopy(model).requires_grad_(False)
+    for weight in noisy.parameters():
+        if weight.ndim > 1:
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=NOISE * float(weight.std()))
+    return noisy
+
+
+def kinds(
+    model: PreTrainedModel, drafter: PreTrainedModel, dflash_2: Path | None
+) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Each kind of drafter with its arguments of `generate()`, or why it has no figures."""
+    yield "DFlash, chain", {"assistant_model": drafter, "generation_strategy": "dflash"}
+    yield "DFlash", {"assistant_model": drafter}
+    if dflash_2 is None:
+        yield "DFlash 2", "no trained one ships; give one as --dflash-2"
+    else:
+        yield "DFlash 2", {"assistant_model": hf_ddtree.load_drafter(dflash_2, target_model=model)}
+    yield "causal language model", {"assistant_model": noisy_copy(model)}
+    yield "prompt lookup", {"tree_lookup": True}
+    yield "DFlash and prompt lookup", {"assistant_model": drafter, "tree_lookup": True}
+    yield "speculators, native, multi-token prediction", "none is trained for the target that ships"
+
+
+def main(
+    prompts: Annotated[int, typer.Option(help="Number of held-out prompts of each kind of text.")] = 10,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 96,
+    budget: Annotated[str, typer.Option(help='Tree budget: a number, or "auto".')] = "16",
+    dflash_2: Annotated[Path | None, typer.Option(help="A DFlash 2 drafter of the target.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write the raw figures as JSON.")] = None,
+    page: Annotated[Path | None, typer.Option(help="A page to write the table into, between its markers.")] = None,
+) -> None:
+    transformers.logging.set_verbosity_error()
+    model, drafter, tokenizer = hf_ddtree.load_demo()
+    methods: dict[str, dict[str, Any]] = {"plain": {}}
+    missing: dict[str, str] = {}
+    for name, arguments in kinds(model, drafter, dflash_2):
+        if isinstance(arguments, str):
+            missing[name] = arguments
+            continue
+        arguments = {
+            "generation_strategy": "ddtree",
+            "tree_budget": int(budget) if budget.isdigit() else budget,
+            **arguments,
+        }
+        try:
+            model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=4, **arguments)
+        except ValueError as error:
+            missing[name] = str(error)
+        else:
+            methods[name] = arguments
+
+    runs = []
+    for text, entries in texts(prompts).items():
+        names = list(methods) if text != "sampled" else ["plain", "prompt lookup", "DFlash and prompt lookup"]
+        for index, entry in enumerate(track(entries, text, console=Console(stderr=True))):
+            inputs = tokenizer(entry, return_tensors="pt")
+            shift = index % len(names)
+            of_prompt = {}
+            for name in names[shift:] + names[:shift]:
+                torch.manual_seed(SEED)
+                start = time.perf_counter()
+                out = model.generate(
+                    **inputs,
+                    max_new_tokens=max_new_tokens,
+                    do_sample=text == "sampled",
+                    return_dict_in_generate=True,
+                    **methods[name],
+                )
+                seconds = time.perf_counter() - start
+                stats = getattr(out, "ddtree_stats", None)
+                of_prompt[name] = out.sequences.tolist()
+                runs.append(
+                    {
+                        "text": text,
+                        "prompt": index,
+                        "method": name,
+                        "tokens": out.sequences.shape[1] - inputs["input_ids"].shape[1],
+                        "seconds": seconds,
+                        "accepted_lengths": None if stats is None else stats.accepted_lengths,
+                        "tree_sizes": None if stats is None else stats.tree_sizes,
+                        "draft_forwards": None if stats is None else stats.draft_forwards,
+                    }
+                )
+            for run in runs[-len(names) :]:
+                run["identical"] = of_prompt[run["method"]] == of_prompt["plain"]
+
+    summary = summarise(runs)
+    show(summary, missing)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"prompts": prompts, "max_new_tokens": max_new_tokens, "tree_budget": budget}
+        report = {"machine": machine(), "settings": settings, "summary": summary, "missing": missing, "runs": runs}
+        output.write_text(json.dumps(report, indent=1) + "\n")
+    if page is not None:
+        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+        after = rest.split(END)[1]
+        page.write_text(f"{before}{BEGIN}\n{markdown(summary)}{END}{after}", encoding="utf-8")
+    if not all(run["identical"] for run in runs):
+        raise SystemExit("Some outputs differ from plain decoding's.")
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By method, then text: tokens per forward of all prompts together, and quartiles of each prompt's speed."""
+    plain = {(run["text"], run["prompt"]): run["seconds"] for run in runs if run["method"] == "plain"}
+    summary: dict[str, dict[str, dict[str, Any]]] = {}
+    for run in runs:
+        summary.setdefault(run["method"], {}).setdefault(run["text"], []).append(run)
+    for texts_of_method in summary.values():
+        for text, of_text in texts_of_method.items():
+            lengths = [length for run in of_text for length in run["accepted_lengths"] or [1]]
+            texts_of_method[text] = {
+                "identical": sum(run["identical"] for run in of_text),
+                "tokens_per_forward": round(statistics.mean(lengths), 3),
+                "tokens_per_second": quartiles([run["tokens"] / run["seconds"] for run in of_text]),
+                "speedup": quartiles([plain[text, run["prompt"]] / run["seconds"] for run in of_text]),
+            }
+    return summary
+
+
+def cells(summary: dict[str, dict[str, dict[str, Any]]]) -> Iterator[list[str]]:
+    """For each method its name, and tokens per forward and speed on each kind of text."""
+    for name, of_text in summary.items():
+        row = [name]
+        for text in summary["plain"]:
+            entry = of_text.get(text)
+            row += ["", ""] if entry is None else [f"{entry['tokens_per_forward']:.2f}", f"{entry['speedup'][1]:.2f}x"]
+        yield row
+
+
+def markdown(summary: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The table of the page."""
+    columns = [column for text in summary["plain"] for column in (f"{text}: tokens per forward", "speed")]
+    rows = [["drafter", *columns], ["---"] * (len(columns) + 1), *cells(summary)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def show(summary: dict[str, dict[str, dict[str, Any]]], missing: dict[str, str]) -> None:
+    columns = [column for text in summary["plain"] for column in (f"{text}\ntok/fwd", "speed")]
+    table = Table("drafter", *columns, caption="speed: against plain decoding, median over prompts")
+    for row in cells(summary):
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    for name, reason in missing.items():
+        console.print(f"{name}: no figures, {reason}", highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)
