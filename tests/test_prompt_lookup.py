@@ -216,7 +216,7 @@ def test_matches_that_mislead_are_trusted_no_more():
 
 @pytest.mark.parametrize("case", GRID, ids=" - ".join)
 def test_grid(case):
-    check_case(case, lambda model: {"tree_lookup": True})
+    check_case(case, lambda model: {"tree_lookup": True, "tree_budget": 16})
 
 
 @pytest.mark.core
@@ -231,6 +231,7 @@ def test_grid_with_eager_drafts(call, monkeypatch):
 @pytest.mark.parametrize("call", CALLS)
 def test_grid_with_a_drafter(call, monkeypatch):
     monkeypatch.setattr(prompt_lookup, "LEAST_PROBABILITY", 0.0)
+    monkeypatch.setattr(prompt_lookup, "LEAST_GAIN", 0.0)
     check_case(
         ("qwen3_5", call),
         lambda model: {"tree_lookup": True, "assistant_model": make_drafter(model), "tree_budget": 7},
@@ -269,6 +270,7 @@ def test_rounds_without_drafts(family, attention):
 def test_the_argument_of_transformers(family, through, monkeypatch):
     """It looks up as many tokens, on hybrids and in batches as well, which Transformers refuses."""
     monkeypatch.setattr(prompt_lookup, "LEAST_PROBABILITY", 0.0)
+    monkeypatch.setattr(prompt_lookup, "LEAST_GAIN", 0.0)
     model = make_model(family, "sdpa")
     prompt = torch.tensor([PHRASE * 2, PHRASE[::-1] * 2])
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -394,7 +396,7 @@ def test_the_drafter_keeps_its_state_between_turns():
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
     trees = []
     for lookup in (False, True):
-        ddtree = {"generation_strategy": "ddtree", "assistant_model": drafter, "tree_lookup": lookup}
+        ddtree = {"generation_strategy": "ddtree", "assistant_model": drafter, "tree_lookup": lookup, "tree_budget": 8}
         first = model.generate(make_prompt(), **options, **ddtree)
         history = torch.cat((first.sequences, make_prompt(seed=1)), dim=1)
         state = {CACHE_KEY: first[CACHE_KEY], "draft_state": first.draft_state}
