@@ -396,7 +396,8 @@ def test_the_drafter_keeps_its_state_between_turns():
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
     trees = []
     for lookup in (False, True):
-        ddtree = {"generation_strategy": "ddtree", "assistant_model": drafter, "tree_lookup": lookup, "tree_budget": 8}
+        ddtree = {"generation_strategy": "ddtree", "assistant_model": drafter, "tree_lookup": lookup}
+        ddtree |= {"tree_budget": 8, "calibrate": False}
         first = model.generate(make_prompt(), **options, **ddtree)
         history = torch.cat((first.sequences, make_prompt(seed=1)), dim=1)
         state = {CACHE_KEY: first[CACHE_KEY], "draft_state": first.draft_state}
