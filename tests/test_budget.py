@@ -18,8 +18,11 @@ from side_by_side import make_oracle, make_prompt
 import hf_ddtree
 from hf_ddtree import AutoBudget, BudgetPolicy, DraftTree
 from hf_ddtree.budget import FixedBudget, RoundCost, policy_for
+from hf_ddtree.demo import demo_prompts
 from hf_ddtree.draft_tree import build_tree
 from hf_ddtree.testing import OracleTreeCandidateGenerator
+
+pytestmark = pytest.mark.auto_budget
 
 NUM_ROUNDS = 300
 
@@ -256,3 +259,17 @@ def test_auto_is_the_default_and_goes_through_a_saved_generation_config(tmp_path
 def test_other_budgets_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match="`tree_budget` "):
         hf_ddtree.DDTreeConfig(tree_budget=value)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_the_shipped_pair_decodes_as_plainly(num_rows: int) -> None:
+    """Whatever the policy chooses on this machine."""
+    model, drafter, tokenizer = hf_ddtree.load_demo()
+    texts = [entry["prompt"] for entry in demo_prompts()[:num_rows]]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    for _ in range(2):
+        plain = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+        tree = model.generate(
+            **inputs, max_new_tokens=64, do_sample=False, assistant_model=drafter, generation_strategy="ddtree"
+        )
+        assert tree.tolist() == plain.tolist()

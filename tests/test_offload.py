@@ -15,7 +15,7 @@ from hf_ddtree.placement import embedding_rows, execution_device
 
 FAMILIES = ["llama", "gemma3", "qwen3_5"]
 OPTIONS = {"max_new_tokens": 32, "do_sample": False, "return_dict_in_generate": True}
-BY_TREE = {"generation_strategy": "ddtree", "tree_budget": 16}
+BY_TREE = {"generation_strategy": "ddtree", "tree_budget": 16, "calibrate": False}
 
 
 def device_map(*on_disk):
