@@ -279,8 +279,8 @@ def test_each_row_samples_the_target_s_distribution(family):
 def test_a_row_drafts_what_it_drafts_alone(model, kind):
     inputs, drafter = make_inputs(4), make_drafter(model, kind)
     ends = end_tokens_of(model, inputs)
-    tree_arguments = {"generation_strategy": "ddtree", "assistant_model": drafter, "tree_budget": 40, "calibrate": False}
-    tree_arguments |= {"return_trees": True, "eos_token_id": ends, "max_new_tokens": 40}
+    tree_arguments = {"generation_strategy": "ddtree", "assistant_model": drafter, "tree_budget": 40}
+    tree_arguments |= {"calibrate": False, "return_trees": True, "eos_token_id": ends, "max_new_tokens": 40}
     batch = model.generate(**make_arguments(inputs, **tree_arguments)).ddtree_stats
     uneven = False
     for row in range(4):
