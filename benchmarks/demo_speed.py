@@ -2,6 +2,8 @@
 
     python benchmarks/demo_speed.py --output benchmarks/results/demo_speed.json
     python benchmarks/demo_speed.py --batch-size 4 --budgets 16 --output benchmarks/results/demo_speed_batch_4.json
+    python benchmarks/demo_speed.py --random-drafter --prompts 8 --max-new-tokens 512 --budgets 16 \
+        --output benchmarks/results/demo_speed_random_drafter.json
 
 Greedy, float32. For every batch of prompts all methods run one after the other, in an order that rotates from batch to
 batch, and every output is compared with plain decoding's. Reported are medians over batches with their quartiles.
@@ -63,13 +65,19 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 256,
     budgets: Annotated[list[int], typer.Option(help="Tree budgets.")] = [8, 16, 32],  # noqa: B006
     batch_size: Annotated[int, typer.Option(help="Prompts that are decoded together, padded at the left.")] = 1,
+    random_drafter: Annotated[bool, typer.Option(help="Give the drafter random weights.")] = False,
     output: Annotated[Path | None, typer.Option(help="Where to write the raw figures as JSON.")] = None,
 ) -> None:
     transformers.logging.set_verbosity_error()
     model, drafter, tokenizer = hf_ddtree.load_demo()
+    if random_drafter:
+        torch.manual_seed(0)
+        for parameter in drafter.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
     methods: dict[str, dict[str, Any]] = {"plain": {}, "chain": {"generation_strategy": "dflash"}}
     for budget in budgets:
         methods[f"tree {budget}"] = {"generation_strategy": "ddtree", "tree_budget": budget}
+    methods["auto"] = {"generation_strategy": "ddtree", "tree_budget": "auto"}
     for name, arguments in methods.items():
         if name != "plain":
             arguments["assistant_model"] = drafter

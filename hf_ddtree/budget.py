@@ -204,7 +204,8 @@ class AutoBudget(BudgetPolicy):
 
     def _decide(self, drafted: _DraftedRound, num_accepted: int, num_rows: int) -> None:
         """Steps aside if drafting has not paid lately."""
-        gain = max(drafted.expected, num_accepted) if self._looks_again else drafted.expected
+        # What was learned before a break may be out of date, so what happens now counts as much.
+        gain = (drafted.expected + num_accepted) / 2 if self._looks_again else drafted.expected
         self._gained.append(gain - drafted.cost)
         gained = sum(self._gained)
         if len(self._gained) < LATER_LOOK or (len(self._gained) < FIRST_LOOK and gained > -LOST_AT_ONCE * num_rows):

@@ -327,7 +327,7 @@ def test_the_cache_is_never_longer_than_its_longest_row(model, monkeypatch):
     monkeypatch.setattr(decoding, "verify", verify)
     tree = by_tree(model, plain, **arguments)
     assert tree.sequences.tolist() == plain.sequences.tolist()
-    assert len(checked) > 5 and max(checked) > 3
+    assert len(checked) > 3 and max(checked) > 3
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
