@@ -34,7 +34,7 @@ from hf_ddtree.testing import compare
 PAIR = files("hf_ddtree") / "demo_pair"
 # The projections whose width the 4-bit kernels do not divide. A list of one's own replaces the default one, which is
 # the output head.
-NOT_IN_4_BIT = ["in_proj_a", "in_proj_b", "lm_head"]
+NOT_IN_4_BIT = ["in_proj_a", "in_proj_b", "kernel_projection", "lm_head"]
 
 
 def in_4_bit(quant_type: str, compute_dtype: torch.dtype = torch.float32, **options: Any) -> BitsAndBytesConfig:

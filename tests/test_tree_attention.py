@@ -58,7 +58,7 @@ class Decoding:
         return self.verification.outputs.logits
 
     def commit(self, paths: list[list[int]]) -> None:
-        commit(self.cache, self.verification.tree_pass, paths, self.rows)
+        commit(self.cache, self.verification, paths, self.rows)
         for committed, tree, path in zip(self.committed, self.trees, paths):
             committed += tree.tokens_of(path)
 
