@@ -139,6 +139,22 @@ def test_the_spine_follows_the_best_candidate_after_the_one_before() -> None:
     assert prefixes_of(build_tree(*arguments, 3, "chain", next_state=next_state)) == [(1,), (1, 3)]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_an_improbable_spine_is_kept_to_its_end(seed: int) -> None:
+    """What follows the best first token is uncertain, so that best-first search would leave the spine early."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(5, 3, 4, generator=generator) * torch.tensor([0.2, 4.0, 4.0])[:, None]
+    log_probs, token_ids = sorted_candidates(scores.log_softmax(-1))
+    next_state = torch.randint(3, (5, 3, 4), generator=generator)
+    next_state[:, 0, 0] = 0
+    for budget in (5, 7, 12):
+        tree = build_tree(log_probs, token_ids, ROOT, budget, "spine_first", next_state=next_state)
+        DraftTree.from_parents(tree.token_ids, tree.parents, tree.log_probs)
+        prefixes, _ = expected_tree(log_probs, token_ids, next_state, budget, "spine_first", None)
+        assert prefixes_of(tree) == prefixes
+        assert tuple(token_ids[:, 0, 0].tolist()) in prefixes
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

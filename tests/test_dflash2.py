@@ -116,13 +116,14 @@ def test_a_new_one_drafts_as_dflash_does() -> None:
 @torch.no_grad()
 def test_many_blocks_in_one_pass(drafter: DFlash2DraftModel) -> None:
     """Convolutions do not reach from one block into the next."""
-    features, blocks = torch.randn(1, 10, 64), torch.randn(1, 12, 32)
+    generator = torch.Generator().manual_seed(0)
+    features, blocks = torch.randn(1, 10, 64, generator=generator), torch.randn(1, 12, 32, generator=generator)
     mask = torch.ones(1, 1, 12, 22, dtype=torch.bool)
     mask[..., :6, 16:] = mask[..., 6:, 10:16] = False
     positions = torch.cat([torch.arange(10), torch.arange(10, 16), torch.arange(10, 16)])[None]
     hidden = drafter(blocks, features, positions, attention_mask=mask)
     for slots in (slice(6), slice(6, 12)):
-        torch.testing.assert_close(hidden[:, slots], drafter(blocks[:, slots], features))
+        torch.testing.assert_close(hidden[:, slots], drafter(blocks[:, slots], features), atol=1e-4, rtol=1e-4)
 
 
 # --- probabilities --------------------------------------------------------------------------------------------------
