@@ -163,8 +163,8 @@ def best_prefixes(drafter, tokens, budget, depth):
     return taken
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+# The oldest Transformers' own assisted decoding fails on sliding windows.
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.core), "gemma3"])
 def test_no_fewer_tokens_a_forward_than_assisted_decoding(family):
     """The chain is Transformers' own, forward for forward; what has it as its spine accepts at least as much."""
     model, drafter = model_of(family), drafter_of(family, noise=0.05)
