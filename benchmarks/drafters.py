@@ -78,19 +78,14 @@ def noisy_copy(model: PreTrainedModel) -> PreTrainedModel:
     return noisy
 
 
-def kinds(
-    model: PreTrainedModel, drafter: PreTrainedModel, dflash_2: Path | None
-) -> Iterator[tuple[str, dict[str, Any] | str]]:
+def kinds(model: PreTrainedModel, drafter: PreTrainedModel) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Each kind of drafter with its arguments of `generate()`, or why it has no figures."""
-    yield "DFlash, chain", {"assistant_model": drafter, "generation_strategy": "dflash"}
-    yield "DFlash", {"assistant_model": drafter}
-    if dflash_2 is None:
-        yield "DFlash 2", "no trained one ships; give one as --dflash-2"
-    else:
-        yield "DFlash 2", {"assistant_model": hf_ddtree.load_drafter(dflash_2, target_model=model)}
+    yield "DFlash 2, chain", {"assistant_model": drafter, "generation_strategy": "dflash"}
+    yield "DFlash 2", {"assistant_model": drafter}
+    yield "DFlash 2 by marginals, as DFlash", {"assistant_model": drafter, "tree_probabilities": "marginal"}
     yield "causal language model", {"assistant_model": noisy_copy(model)}
     yield "prompt lookup", {"tree_lookup": True}
-    yield "DFlash and prompt lookup", {"assistant_model": drafter, "tree_lookup": True}
+    yield "DFlash 2 and prompt lookup", {"assistant_model": drafter, "tree_lookup": True}
     yield "speculators, native, multi-token prediction", "none is trained for the target that ships"
 
 
@@ -98,7 +93,6 @@ def main(
     prompts: Annotated[int, typer.Option(help="Number of held-out prompts of each kind of text.")] = 10,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 96,
     budget: Annotated[str, typer.Option(help='Tree budget: a number, or "auto".')] = "16",
-    dflash_2: Annotated[Path | None, typer.Option(help="A DFlash 2 drafter of the target.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write the raw figures as JSON.")] = None,
     page: Annotated[Path | None, typer.Option(help="A page to write the table into, between its markers.")] = None,
 ) -> None:
@@ -106,7 +100,7 @@ def main(
     model, drafter, tokenizer = hf_ddtree.load_demo()
     methods: dict[str, dict[str, Any]] = {"plain": {}}
     missing: dict[str, str] = {}
-    for name, arguments in kinds(model, drafter, dflash_2):
+    for name, arguments in kinds(model, drafter):
         if isinstance(arguments, str):
             missing[name] = arguments
             continue
@@ -124,7 +118,7 @@ def main(
 
     runs = []
     for text, entries in texts(prompts).items():
-        names = list(methods) if text != "sampled" else ["plain", "prompt lookup", "DFlash and prompt lookup"]
+        names = list(methods) if text != "sampled" else ["plain", "prompt lookup", "DFlash 2 and prompt lookup"]
         for index, entry in enumerate(track(entries, text, console=Console(stderr=True))):
             inputs = tokenizer(entry, return_tensors="pt")
             shift = index % len(names)
