@@ -12,7 +12,6 @@ batch, and every output is compared with plain decoding's. Reported are medians 
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 import hf_ddtree
+from hf_ddtree.benchmark.run import describe_machine
 from hf_ddtree.demo import demo_prompts
 
 
@@ -46,18 +46,6 @@ class ForwardTimer:
 
 def quartiles(values: list[float]) -> list[float]:
     return [round(value, 4) for value in statistics.quantiles(values, n=4, method="inclusive")]
-
-
-def machine() -> dict[str, Any]:
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), None)
-    return {
-        "cpu": cpu or platform.processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hf_ddtree": hf_ddtree.__version__,
-    }
 
 
 def main(
@@ -130,7 +118,7 @@ def main(
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         report = {
-            "machine": machine(),
+            "machine": describe_machine(model),
             "max_new_tokens": max_new_tokens,
             "batch_size": batch_size,
             "summary": summary,

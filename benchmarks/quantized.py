@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import statistics
 from importlib.metadata import version
 from importlib.resources import files
@@ -28,6 +27,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import hf_ddtree
+from hf_ddtree.benchmark.run import describe_machine
 from hf_ddtree.demo import demo_prompts
 from hf_ddtree.testing import compare
 
@@ -101,17 +101,10 @@ def main(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    _, _, tokenizer = hf_ddtree.load_demo()
+    pair, _, tokenizer = hf_ddtree.load_demo()
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}
     options |= {"return_dict_in_generate": True, "output_logits": True}
-    machine = {
-        "cpu": next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
-        "avx512_bf16": bool(has_avx512bf16()),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", "transformers", "bitsandbytes")},
-        "hf_ddtree": hf_ddtree.__version__,
-    }
+    machine = describe_machine(pair) | {"avx512_bf16": bool(has_avx512bf16()), "bitsandbytes": version("bitsandbytes")}
     setting = {"prompts": prompts, "max_new_tokens": max_new_tokens, "budget": budget, "dequantize": dequantize}
     summary, rows = {}, {}
     for name in methods or METHODS:

@@ -14,7 +14,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from .acceptance import Chooser, accept
 from .attention import dispatch
 from .budget import BudgetPolicy, RoundCost
-from .candidate_generators import DraftContext, TreeCandidateGenerator
+from .candidate_generators import DraftContext, TreeCandidateGenerator, join_features
 from .compat import CACHE_KEY, cache_of, prompt_length
 from .draft_tree import DraftTree
 from .emission import RowGroup, gather_rows
@@ -192,12 +192,8 @@ def _with_padding_rows(trees: list[DraftTree], groups: Sequence[RowGroup]) -> li
             for row, pads in zip(group.rows, padding):
                 if pads:
                     root = int(trees[row].token_ids[0])
-                    trees[row] = _chain([root] + [group.sequences.pad_token] * depth)
+                    trees[row] = DraftTree.chain([root] + [group.sequences.pad_token] * depth)
     return trees
-
-
-def _chain(tokens: list[int]) -> DraftTree:
-    return DraftTree(torch.tensor(tokens, device="cpu"), torch.arange(-1, len(tokens) - 1, device="cpu"))
 
 
 def _pad_to_longest(
@@ -219,7 +215,7 @@ def _pad_to_longest(
     while processes.any(not rows.are_level):
         longest = rows.num_cached
         missing = [min(longest - length, PADDING_AT_ONCE) for length in rows.lengths]
-        trees = [_chain([last_tokens[row]] + [pad_token] * (count - 1)) for row, count in enumerate(missing)]
+        trees = [DraftTree.chain([last_tokens[row]] + [pad_token] * (count - 1)) for row, count in enumerate(missing)]
         verification = verify(model, trees, rows, model_kwargs, recorder)
         commit(model_kwargs[CACHE_KEY], verification, [list(range(count)) for count in missing], rows)
         last_tokens = {row: pad_token if count else last_tokens[row] for row, count in enumerate(missing)}
@@ -240,7 +236,7 @@ def _context(
 ) -> DraftContext:
     """What the generator may know now: all tokens, and the features of those committed since it was last asked."""
     mask = _token_mask(prompt_mask, token_ids, rows.lengths)
-    return DraftContext(token_ids.clone(), tuple(rows.lengths), *_join(news), mask, num_emitted)
+    return DraftContext(token_ids.clone(), tuple(rows.lengths), *join_features(news), mask, num_emitted)
 
 
 def _mask_of(prompt: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -273,22 +269,6 @@ def _features_of(features: Tensor | None, paths: Sequence[list[int]]) -> tuple[T
     longest = max(counts)
     index = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=features.device)
     return features.gather(1, index[..., None].expand(-1, -1, features.shape[-1])), counts
-
-
-def _join(news: Sequence[tuple[Tensor | None, list[int]]]) -> tuple[Tensor | None, list[int]]:
-    """Features of several rounds, one after the other in each row, as `_features_of` returns those of one."""
-    counts = [sum(of_row) for of_row in zip(*(counts for _, counts in news))]
-    parts = [features for features, _ in news if features is not None]
-    if not parts:
-        return None, counts
-    if len(parts) == 1:
-        return parts[0], counts
-    if len(counts) == 1:
-        return torch.cat(parts, dim=1), counts
-    rows = [
-        torch.cat([part[row, : count[row]] for part, (_, count) in zip(parts, news)]) for row in range(len(counts))
-    ]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), counts
 
 
 def _without_padding(

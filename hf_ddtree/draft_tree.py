@@ -5,6 +5,7 @@ Pure topology: nothing here knows a model. All tensors live on the CPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -89,6 +90,11 @@ class DraftTree:
     def root_only(cls, token_id: int) -> DraftTree:
         """A tree with nothing drafted."""
         return cls(torch.tensor([token_id], device="cpu"), torch.tensor([-1], device="cpu"))
+
+    @classmethod
+    def chain(cls, token_ids: Sequence[int]) -> DraftTree:
+        """A tree in which each token follows the one before; the first is the root."""
+        return cls(torch.tensor(token_ids, device="cpu"), torch.arange(-1, len(token_ids) - 1, device="cpu"))
 
     def __len__(self) -> int:
         """Number of nodes, the root included."""

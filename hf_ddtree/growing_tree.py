@@ -5,6 +5,8 @@ Pure topology, as in `draft_tree`: the drafter itself is not known here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -85,3 +87,15 @@ class GrowingTree:
     def tree(self) -> DraftTree:
         """All that is kept, ordered by depth, then by falling probability."""
         return DraftTree(*map(torch.from_numpy, (self._token_ids, self._parents, -self._costs)))
+
+
+def grow_level(trees: Sequence[GrowingTree], log_probs: Tensor, token_ids: Tensor) -> None:
+    """Grows every tree by a level.
+
+    Args:
+        trees: The trees.
+        log_probs, token_ids: `(nodes, k)`, as `GrowingTree.grow` takes them, of the frontiers of all trees in turn.
+    """
+    sizes = [len(tree.frontier) for tree in trees]
+    for tree, *candidates in zip(trees, log_probs.split(sizes), token_ids.split(sizes)):
+        tree.grow(*candidates)

@@ -1,6 +1,6 @@
 """Who proposes trees."""
 
-from .base import DraftContext, TreeCandidateGenerator
+from .base import DraftContext, TreeCandidateGenerator, join_features
 from .causal_lm import CausalLMTreeCandidateGenerator
 from .combined import CombinedTreeCandidateGenerator
 from .dflash import DFlashTreeCandidateGenerator
@@ -17,5 +17,6 @@ __all__ = [
     "PromptLookupTreeCandidateGenerator",
     "TreeCandidateGenerator",
     "drafter_kind",
+    "join_features",
     "make_candidate_generator",
 ]

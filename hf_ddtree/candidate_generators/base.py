@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -117,6 +119,13 @@ class TreeCandidateGenerator(CandidateGenerator):
     def finish(self, context: DraftContext) -> None:
         """Called after the last round, with what `propose` would get now."""
 
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Counts the time that it takes as spent on building trees."""
+        start = time.perf_counter()
+        yield
+        self.build_seconds += time.perf_counter() - start
+
     @property
     def requires_model_outputs(self) -> bool:
         """Whether Transformers' own assisted decoding must pass the target's outputs to `get_candidates`."""
@@ -161,11 +170,9 @@ class TreeCandidateGenerator(CandidateGenerator):
             num_seen = self._num_seen
         num_features = [] if features is None else [features.shape[1]]
         tree = self.propose(DraftContext(input_ids, [num_seen], features, num_features), self.default_budget)[0]
-        node = 0
-        tokens: list[int] = []
-        while (children := tree.children(node)) and not self.end_tokens.intersection(tokens[-1:]):
-            node = max(children, key=lambda child: float(tree.log_probs[child]))
-            tokens.append(int(tree.token_ids[node]))
+        tokens = tree.best_chain().token_ids[1:].tolist()
+        ends = (place for place, token in enumerate(tokens, start=1) if token in self.end_tokens)
+        tokens = tokens[: next(ends, len(tokens))]
         self._num_candidates = len(tokens)
         drafted = torch.tensor([tokens], dtype=input_ids.dtype, device=input_ids.device)
         return torch.cat((input_ids, drafted), dim=1), None
@@ -184,3 +191,26 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Nothing to update: what a generator learns it learns from `DraftContext`."""
+
+
+def join_features(news: Sequence[tuple[Tensor | None, Sequence[int]]]) -> tuple[Tensor | None, list[int]]:
+    """The features of several rounds, one after the other in each row.
+
+    Args:
+        news: For each round the `features` and `num_features` of a `DraftContext`.
+
+    Returns:
+        The same for all of them.
+    """
+    counts = [sum(of_row) for of_row in zip(*(counts for _, counts in news))]
+    parts = [features for features, _ in news if features is not None]
+    if not parts:
+        return None, counts
+    if len(parts) == 1:
+        return parts[0], counts
+    if len(counts) == 1:
+        return torch.cat(parts, dim=1), counts
+    rows = [
+        torch.cat([part[row, : count[row]] for part, (_, count) in zip(parts, news)]) for row in range(len(counts))
+    ]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), counts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +17,7 @@ from ..compat import CACHE_KEY
 from ..configuration import DDTreeConfig
 from ..draft_tree import DraftTree, top_candidates
 from ..drafters.causal_lm import check_causal_lm_fits
-from ..growing_tree import GrowingTree
+from ..growing_tree import GrowingTree, grow_level
 from ..placement import execution_device
 from ..rows import CommittedRows
 from ..support import check_cache
@@ -216,7 +215,7 @@ class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
             counts = [min(len(tokens) - 1, TOKENS_AT_ONCE) for tokens in new]
             is_last = all(count == len(tokens) - 1 for count, tokens in zip(counts, new))
             chains = [tokens[: count + 1] for count, tokens in zip(counts, new)]
-            logits = self._feed([chain_of(chain) for chain in chains], [[len(chain) - 1] for chain in chains])
+            logits = self._feed([DraftTree.chain(chain) for chain in chains], [[len(chain) - 1] for chain in chains])
             self._commit([list(range(count)) for count in counts])
             if is_last:
                 return logits
@@ -250,11 +249,8 @@ class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
     def _grow(self, trees: list[GrowingTree], logits: Tensor, top_k: int) -> None:
         """Gives each tree the candidates below its frontier, `(nodes of all frontiers, vocab)`."""
         log_probs, token_ids = top_candidates(logits, top_k)
-        start = time.perf_counter()
-        sizes = [len(tree.frontier) for tree in trees]
-        for tree, *candidates in zip(trees, log_probs.split(sizes), token_ids.split(sizes)):
-            tree.grow(*candidates)
-        self.build_seconds += time.perf_counter() - start
+        with self.building():
+            grow_level(trees, log_probs, token_ids)
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Tokens that the drafter has no embedding for replaced by another, where only the target's table has them."""
@@ -267,8 +263,3 @@ def tokens_of(context: DraftContext) -> list[Tensor]:
         return [ids[is_token].cpu() for ids, is_token in zip(context.input_ids, context.attention_mask)]
     longest = max(context.root_positions)
     return [ids[longest - seen :].cpu() for ids, seen in zip(context.input_ids, context.root_positions)]
-
-
-def chain_of(tokens: list[int]) -> DraftTree:
-    """A tree in which each token follows the one before."""
-    return DraftTree(torch.tensor(tokens, device="cpu"), torch.arange(-1, len(tokens) - 1, device="cpu"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from ..configuration import DDTreeConfig
 from ..draft_tree import DraftTree, best_tokens, build_tree, conditional_candidates, top_candidates
 from ..drafters import DFlash2DraftModel, DFlashContextCache, DFlashDraftModel, check_drafter_fits
-from .base import DraftContext, KnownSequences, TreeCandidateGenerator
+from .base import DraftContext, KnownSequences, TreeCandidateGenerator, join_features
 
 
 @dataclass
@@ -104,15 +103,14 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
             token_ids = self._target_token_ids[token_ids]
         self._drafted = log_probs, token_ids
 
-        start = time.perf_counter()
         trees = []
         shape = self.config.tree_shape or "best_first"
-        for row, root in enumerate(roots.tolist()):
-            probs, tokens, state = log_probs[row], token_ids[row], next_state[0][row] if next_state else None
-            if self._calibration is not None and not self._calibration.is_neutral:
-                probs, tokens, state = self._calibration.calibrate(probs, tokens)
-            trees.append(build_tree(probs, tokens, root, budget, shape, None, False, state))
-        self.build_seconds += time.perf_counter() - start
+        with self.building():
+            for row, root in enumerate(roots.tolist()):
+                probs, tokens, state = log_probs[row], token_ids[row], next_state[0][row] if next_state else None
+                if self._calibration is not None and not self._calibration.is_neutral:
+                    probs, tokens, state = self._calibration.calibrate(probs, tokens)
+                trees.append(build_tree(probs, tokens, root, budget, shape, None, False, state))
         return trees
 
     def _candidates(self, hidden_states: Tensor, roots: Tensor, budget: int) -> tuple[Tensor, ...]:
@@ -143,12 +141,8 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         state.root_positions = list(context.root_positions)
         if context.features is None:
             return
-        if state.features is None:
-            state.features, state.num_features = context.features, list(context.num_features)
-        else:
-            state.features, state.num_features = _join(
-                state.features, state.num_features, context.features, list(context.num_features)
-            )
+        news = [] if state.features is None else [(state.features, state.num_features)]
+        state.features, state.num_features = join_features([*news, (context.features, context.num_features)])
 
     def _draft(self, roots: Tensor) -> Tensor:
         """Hidden states `(batch, block, hidden_size)` of a block behind all of the context."""
@@ -199,12 +193,3 @@ def end_tokens_of(model: PreTrainedModel) -> frozenset[int]:
     """The end-of-sequence tokens in the model's generation config."""
     tokens = getattr(model.generation_config, "eos_token_id", None)
     return frozenset(() if tokens is None else [tokens] if isinstance(tokens, int) else tokens)
-
-
-def _join(first: Tensor, num_first: list[int], second: Tensor, num_second: list[int]) -> tuple[Tensor, list[int]]:
-    """Features `(batch, longest, features)` of both, one after the other in each row, aligned at the left."""
-    rows = [
-        torch.cat((one[:count], other[:other_count]))
-        for one, count, other, other_count in zip(first, num_first, second, num_second)
-    ]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), [len(row) for row in rows]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +19,13 @@ from ..compat import CACHE_KEY
 from ..configuration import DDTreeConfig
 from ..draft_tree import DraftTree, top_candidates
 from ..drafters.mtp import MTPDrafter, wrap_mtp_model
-from ..growing_tree import GrowingTree
+from ..growing_tree import GrowingTree, grow_level
 from ..placement import embedding_rows, execution_device, head_logits
 from ..rows import CommittedRows
 from ..support import decoder_layers
 from ..verification import Verification, commit
 from .base import DraftContext, KnownSequences, TreeCandidateGenerator
-from .causal_lm import DEFAULT_DRAFT_LENGTH, chain_of, tokens_of
+from .causal_lm import DEFAULT_DRAFT_LENGTH, tokens_of
 from .dflash import end_tokens_of
 
 # Most tokens a row that enter a layer at once; each sees the mask of a tree.
@@ -216,7 +215,7 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
         """
         stream = self.state.streams[layer]
         fed = [
-            chain_of(tokens[: max(count, 1)]) if trees is None else _below(tokens[:count], trees[row])
+            DraftTree.chain(tokens[: max(count, 1)]) if trees is None else _below(tokens[:count], trees[row])
             for row, (tokens, count) in enumerate(zip(stream.tokens, counts))
         ]
         hidden_states = []
@@ -291,11 +290,8 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
         """Gives each tree the candidates below its frontier, from the outputs at the nodes of all frontiers."""
         logits = head_logits(self._head, hidden_states)[..., : self._vocab_size]
         log_probs, token_ids = top_candidates(logits, top_k)
-        start = time.perf_counter()
-        sizes = [len(tree.frontier) for tree in trees]
-        for tree, *candidates in zip(trees, log_probs.split(sizes), token_ids.split(sizes)):
-            tree.grow(*candidates)
-        self.build_seconds += time.perf_counter() - start
+        with self.building():
+            grow_level(trees, log_probs, token_ids)
 
 
 def _below(tokens: list[int], tree: DraftTree) -> DraftTree:
