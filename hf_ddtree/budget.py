@@ -69,7 +69,7 @@ class RoundCost:
         num_rows: Rows of the batch.
         num_drafted: Drafted nodes of the largest tree that was verified; 0 if none was.
         accepted: For each row, how many drafted tokens were emitted.
-        draft_seconds: Time to propose and select the trees, None if nothing was asked for.
+        draft_seconds: Time to propose the trees and to choose their size, None if nothing was asked for.
         verify_seconds: Time from then until the path's tokens are committed.
     """
 
@@ -82,7 +82,7 @@ class RoundCost:
 
 
 class BudgetPolicy(ABC):
-    """Decides each round how many nodes to draft, and which of them to verify. Pass one as `tree_budget`."""
+    """Decides each round how many nodes to draft, and how many of them to verify. Pass one as `tree_budget`."""
 
     @abstractmethod
     def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
@@ -93,9 +93,14 @@ class BudgetPolicy(ABC):
             num_rows: Rows of the batch.
         """
 
-    def select(self, trees: list[DraftTree], num_cached: int) -> list[DraftTree]:
-        """What is to be verified of the trees that were drafted, one a row; by default all of it."""
-        return trees
+    def nodes_to_verify(self, trees: Sequence[DraftTree], num_cached: int) -> int:
+        """How many drafted nodes of each tree to verify, the most probable ones; 0 for the root alone.
+
+        Args:
+            trees: What was drafted, one a row. By default all of it is verified.
+            num_cached: Tokens in the target's cache, of the longest row.
+        """
+        return max(tree.num_drafted for tree in trees)
 
     def observe(self, cost: RoundCost) -> None:  # noqa: B027
         """Learns from a round; by default nothing."""
@@ -164,7 +169,7 @@ class AutoBudget(BudgetPolicy):
         return min(self.most_nodes, 2 * self._largest)
 
     @_locked
-    def select(self, trees: list[DraftTree], num_cached: int) -> list[DraftTree]:
+    def nodes_to_verify(self, trees: Sequence[DraftTree], num_cached: int) -> int:
         num_rows = len(trees)
         nodes = _by_probability(trees)
         size = self._times.next_to_try(num_rows)
@@ -185,7 +190,7 @@ class AutoBudget(BudgetPolicy):
             self._largest = max(size, 8, int(0.9 * self._largest))
             self._rounds_drafted += 1
         self._trust.state(nodes, size)
-        return [tree.truncate(size) if size else DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
+        return size
 
     @_locked
     def observe(self, cost: RoundCost) -> None:
@@ -400,16 +405,17 @@ def _typical(times: deque[float]) -> float:
     return min(times) if len(times) < 3 else median(times)
 
 
-_learned: WeakKeyDictionary[Any, WeakKeyDictionary[Any, AutoBudget]] = WeakKeyDictionary()
+_learned: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[type, AutoBudget]]] = WeakKeyDictionary()
 
 
-def policy_for(tree_budget: Any, model: Any, generator: Any) -> BudgetPolicy:
+def policy_for(tree_budget: Any, model: Any, assistant_model: Any, generator: Any) -> BudgetPolicy:
     """The policy that the knob `tree_budget` asks for.
 
     Args:
         tree_budget: A number of nodes, `"auto"` or a policy.
         model: The target.
-        generator: Who drafts. With `"auto"`, calls with the same target and drafter learn together.
+        assistant_model: The drafter, or None. With `"auto"`, calls with the same target and drafter learn together.
+        generator: Who drafts; other kinds of generators learn apart.
 
     Raises:
         TypeError: If `tree_budget` is none of these.
@@ -423,6 +429,7 @@ def policy_for(tree_budget: Any, model: Any, generator: Any) -> BudgetPolicy:
             '`tree_budget` must be an integer, "auto" or an instance of `hf_ddtree.BudgetPolicy`, but is a '
             f"`{type(tree_budget).__name__}`."
         )
-    drafter = getattr(generator, "drafter", None)
+    kind = type(generator)
     of_model = _learned.setdefault(model, WeakKeyDictionary())
-    return of_model.setdefault(type(generator) if drafter is None else drafter, AutoBudget())
+    of_drafter = of_model.setdefault(kind if assistant_model is None else assistant_model, {})
+    return of_drafter.setdefault(kind, AutoBudget())

@@ -88,8 +88,9 @@ def decode(
                     with stats.stage("draft"):
                         trees = generator.propose(context, most_nodes)
                     _check_trees(trees, token_ids, vocab_size)
-                    trees = processes.agree_on_trees(policy.select(_within_length(trees, groups), rows.num_cached))
-                    trees = _with_padding_rows(trees, groups)
+                    trees = _within_length(trees, groups)
+                    trees = _best_nodes(trees, policy.nodes_to_verify(trees, rows.num_cached))
+                    trees = _with_padding_rows(processes.agree_on_trees(trees), groups)
                 else:
                     trees = [DraftTree.root_only(root) for root in token_ids[:, -1].tolist()]
                 drafted = time.perf_counter()
@@ -167,6 +168,13 @@ def walk(
 
 def _rows_going_on(groups: Sequence[RowGroup]) -> set[int]:
     return {row for group in groups for row, goes_on in zip(group.rows, group.sequences.unfinished) if goes_on}
+
+
+def _best_nodes(trees: Sequence[DraftTree], size: int) -> list[DraftTree]:
+    """The trees of each one's `size` most probable drafted nodes."""
+    if size <= 0:
+        return [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
+    return [tree.truncate(size) for tree in trees]
 
 
 def _within_length(trees: list[DraftTree], groups: Sequence[RowGroup]) -> list[DraftTree]:
@@ -326,4 +334,11 @@ def _check_trees(trees: list[DraftTree], token_ids: Tensor, vocab_size: int) -> 
             raise ValueError(
                 "The candidate generator proposed a tree whose parents are not in order: `parents[0]` must be -1 and "
                 "every other node must come after its parent. Build trees with `DraftTree.from_parents`, which checks."
+            )
+        log_probs = tree.log_probs.numpy()
+        if len(log_probs) != len(tokens) or not (log_probs[1:] <= log_probs[parents[1:]]).all():
+            raise ValueError(
+                "The candidate generator proposed a tree with `log_probs` that are not one a node, are no numbers, or "
+                "are greater at a node than at its parent: they belong to whole paths. Build trees with "
+                "`DraftTree.from_parents`, which checks."
             )

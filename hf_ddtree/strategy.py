@@ -97,7 +97,7 @@ class DDTreeDecoding:
         groups = make_groups(input_ids, logits_processor, stopping_criteria, generation_config, self._streamer)
         processes = Processes(model, self._synced_gpus)
         chooser = Chooser(logits_processor, generation_config.do_sample, processes.agree)
-        policy = policy_for(self.config.tree_budget, model, generator)
+        policy = policy_for(self.config.tree_budget, model, self._assistant_model, generator)
         stats = DDTreeStats(trees=[], accepted_paths=[]) if self.config.return_trees else DDTreeStats()
         decode(model, groups, chooser, generator, policy, stats, generation_config, model_kwargs, processes)
         for group in groups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +85,9 @@ def run(
         most = policy.nodes_to_draft(num_cached, machine.num_rows)
         trees = [DraftTree.root_only(0)] * machine.num_rows
         if most:
-            trees = policy.select(machine.draft(most, random), num_cached)
+            drafted = machine.draft(most, random)
+            size = policy.nodes_to_verify(drafted, num_cached)
+            trees = [tree.truncate(size) if size else DraftTree.root_only(0) for tree in drafted]
         num_drafted = max(tree.num_drafted for tree in trees)
         accepted = [machine.accept(tree, random) for tree in trees]
         noise = random.lognormal(sigma=0.05) if random.random() > 0.02 else 4.0
@@ -169,10 +171,13 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
 def test_calls_with_the_same_target_and_drafter_learn_together() -> None:
     model, other = make_model("llama", "sdpa"), make_model("qwen3", "sdpa")
     generator = make_oracle(make_prompt())
-    policy = policy_for("auto", model, generator)
-    assert policy_for("auto", model, make_oracle(make_prompt())) is policy
-    assert policy_for("auto", other, generator) is not policy
-    assert policy_for(7, model, generator).nodes_to_draft(0, 1) == 7
+    policy = policy_for("auto", model, None, generator)
+    assert policy_for("auto", model, None, make_oracle(make_prompt())) is policy
+    assert policy_for("auto", other, None, generator) is not policy
+    of_drafter = policy_for("auto", model, other, generator)
+    assert of_drafter is not policy and policy_for("auto", model, other, generator) is of_drafter
+    assert policy_for("auto", model, other, object()) is not of_drafter
+    assert policy_for(7, model, other, generator).nodes_to_draft(0, 1) == 7
 
 
 def test_threads_may_share_a_policy() -> None:
@@ -202,8 +207,8 @@ class EverySize(BudgetPolicy):
     def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
         return self.sizes[len(self.costs) % len(self.sizes)]
 
-    def select(self, trees: list[DraftTree], num_cached: int) -> list[DraftTree]:
-        return [tree.truncate(4) for tree in trees] if len(self.costs) % 3 == 1 else trees
+    def nodes_to_verify(self, trees: Sequence[DraftTree], num_cached: int) -> int:
+        return 4 if len(self.costs) % 3 == 1 else super().nodes_to_verify(trees, num_cached)
 
     def observe(self, cost: RoundCost) -> None:
         self.costs.append(cost)
