@@ -133,7 +133,14 @@ class EmittedSequences:
             if self.hidden_states is not None:
                 self.hidden_states.append(
                     tuple(
-                        torch.stack([states[row, path[step] : path[step] + 1] for row, path in enumerate(paths)])
+                        # Some models have further dimensions in front of the rows.
+                        torch.cat(
+                            [
+                                states[..., row : row + 1, path[step] : path[step] + 1, :]
+                                for row, path in enumerate(paths)
+                            ],
+                            dim=-3,
+                        )
                         for states in outputs.hidden_states
                     )
                 )

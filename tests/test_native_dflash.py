@@ -108,8 +108,6 @@ def test_chain_is_what_transformers_drafts(vocab_size: int, seed: int, monkeypat
 @pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
 @pytest.mark.parametrize("call", CALLS)
 def test_same_tokens(call: str, kind: str, attention: str) -> None:
-    if (kind == "full_attention") == (attention == "sdpa") and list(CALLS).index(call) % 2:
-        pytest.skip("half of the calls for each is enough")
     drafts = {"assistant_model": make_native_drafter(layer_types=[kind] * 2), "tree_budget": 20}
     check_call(make_native_target(attention=attention), call, lambda model: drafts)
 

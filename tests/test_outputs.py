@@ -69,7 +69,7 @@ def test_hidden_states_and_attentions(family, attention, batch_size):
         assert_same_details(tree.attentions, plain.attentions)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "olmo_hybrid", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "olmo_hybrid", "falcon_h1", "nemotron_h", "gemma3n"])
 def test_hidden_states_and_attentions_of_other_families(family):
     plain, tree = plain_and_tree(
         make_model(family, "eager"), make_inputs(1), output_hidden_states=True, output_attentions=True

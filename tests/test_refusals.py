@@ -1,6 +1,7 @@
 """What tree decoding refuses, how the refusal reads, and that plain decoding works right afterwards."""
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -374,8 +375,10 @@ class Fixed(hf_ddtree.TreeCandidateGenerator):
         return self.make_trees(int(context.input_ids[0, -1]))
 
 
-def raw_tree(tokens, parents):
-    return DraftTree(torch.tensor(tokens), torch.tensor(parents))
+def raw_tree(tokens, parents, log_probs=None):
+    return DraftTree(
+        torch.tensor(tokens), torch.tensor(parents), None if log_probs is None else torch.tensor(log_probs)
+    )
 
 
 BAD_TREES = {
@@ -384,6 +387,9 @@ BAD_TREES = {
     "two roots": (lambda root: [raw_tree([root, 1, 2], [-1, -1, 0])], ("parents", "in order")),
     "no root": (lambda root: [raw_tree([root, 1, 2], [0, 0, 0])], ("parents", "in order")),
     "other root": (lambda root: [raw_tree([(root + 1) % VOCAB_SIZE, 1], [-1, 0])], ("root", "context.input_ids")),
+    "rising": (lambda root: [raw_tree([root, 1, 2], [-1, 0, 1], [0.0, -2.0, -1.0])], ("log_probs", "whole paths")),
+    "no number": (lambda root: [raw_tree([root, 1], [-1, 0], [0.0, math.nan])], ("log_probs", "no numbers")),
+    "too few": (lambda root: [raw_tree([root, 1], [-1, 0], [0.0])], ("log_probs", "one a node")),
     "no tree": (lambda root: [], ("0 trees", "1 rows")),
     "two trees": (lambda root: [raw_tree([root], [-1])] * 2, ("2 trees", "1 rows")),
 }

@@ -59,10 +59,10 @@ def test_variations(variation):
     family, changes = VARIATIONS[variation]
     if family not in FAMILIES:
         pytest.skip(f"{family} is newer than this Transformers")
-    if variation == "norm behind the gate" and CACHE_KEY == "past_key_values":
-        pytest.skip("this Transformers cannot decode it in batches")
     model = make_model(family, first_implementation(family), **changes)
-    for batch_size in (1, 3):
+    # The oldest Transformers cannot decode this one in batches.
+    fails_in_batches = variation == "norm behind the gate" and CACHE_KEY == "past_key_values"
+    for batch_size in (1,) if fails_in_batches else (1, 3):
         plain, tree = plain_and_tree(model, batch_size, 40)
         assert_same_cache(tree[CACHE_KEY], plain[CACHE_KEY])
 
