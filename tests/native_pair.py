@@ -5,14 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
 
-needs_native_drafters = pytest.mark.skipif(
-    not hasattr(transformers, "MuseGlimmerAssistantModel"), reason="this version of Transformers has no DFlash drafter"
-)
 HIDDEN, DEPTH, TARGET_WINDOW = 32, 4, 8
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from generator_grid import CALLS, check_call
-from native_pair import DEPTH, HIDDEN, make_native_drafter, make_native_target, needs_native_drafters
+from native_pair import DEPTH, HIDDEN, make_native_drafter, make_native_target
 from transformers import PreTrainedModel
 from transformers.generation import candidate_generator
 
-import hf_ddtree
 from hf_ddtree import load_drafter
+from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.drafters import DFlashContextCache, view_native
 
 PROMPT = 9
@@ -39,7 +38,7 @@ class Counter:
         return self.forwards
 
 
-@needs_native_drafters
+@pytest.mark.core
 @pytest.mark.parametrize("layer_types", [["sliding_attention"] * 2, ["full_attention", "sliding_attention"]])
 @torch.no_grad()
 def test_hidden_states_over_rounds(layer_types: list[str]) -> None:
@@ -60,12 +59,12 @@ def test_hidden_states_over_rounds(layer_types: list[str]) -> None:
         if root:
             native_cache.crop(-block_size)
         positions = torch.arange(root, root + count + block_size)[None]
-        expected = native(block, features, position_ids=positions, cache=native_cache).last_hidden_state
+        expected = native(block, features, position_ids=positions, **{CACHE_KEY: native_cache}).last_hidden_state
         torch.testing.assert_close(ours(block, features, positions, our_cache), expected, rtol=1e-5, atol=1e-5)
         root += count
 
 
-@needs_native_drafters
+@pytest.mark.core
 @pytest.mark.parametrize("vocab_size", [4, 8, 64])
 @pytest.mark.parametrize("seed", range(3))
 def test_chain_is_what_transformers_drafts(vocab_size: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +102,7 @@ def test_chain_is_what_transformers_drafts(vocab_size: int, seed: int, monkeypat
     assert vocab_size > 4 or output.ddtree_stats.tokens_per_forward > 1.1
 
 
-@needs_native_drafters
+@pytest.mark.core
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
 @pytest.mark.parametrize("call", CALLS)
@@ -112,7 +111,7 @@ def test_same_tokens(call: str, kind: str, attention: str) -> None:
     check_call(make_native_target(attention=attention), call, lambda model: drafts)
 
 
-@needs_native_drafters
+@pytest.mark.core
 def test_view_shares_weights_and_draws_no_random_numbers() -> None:
     native, target = make_native_drafter(), make_native_target()
     state = torch.random.get_rng_state()
@@ -123,7 +122,7 @@ def test_view_shares_weights_and_draws_no_random_numbers() -> None:
     assert view.config.output_multiplier == 0.7 and view.config.final_logit_softcapping == 20.0
 
 
-@needs_native_drafters
+@pytest.mark.core
 def test_saved_and_loaded(tmp_path: Path) -> None:
     native, target = make_native_drafter(), make_native_target()
     native.save_pretrained(tmp_path)
@@ -135,7 +134,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert load_drafter(tmp_path).config.target_layer_ids == [0, 2, 1]
 
 
-@needs_native_drafters
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -151,11 +150,3 @@ def test_drafter_that_does_not_fit(tmp_path: Path, settings: dict[str, Any], mes
         load_drafter(tmp_path, target_model=target)
     with pytest.raises(ValueError, match=message):
         target.generate(prompt(64, 0), assistant_model=native, generation_strategy="ddtree", max_new_tokens=4)
-
-
-@pytest.mark.core
-@pytest.mark.skipif(needs_native_drafters.args[0] is False, reason="for versions that lack the class")
-def test_transformers_that_lacks_the_class(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "muse_glimmer_assistant"}))
-    with pytest.raises(ValueError, match="this version of Transformers does not know. Install a newer one"):
-        hf_ddtree.load_drafter(tmp_path)

@@ -170,7 +170,6 @@ def load_native(
     options: dict[str, Any],
 ) -> PreTrainedModel:
     """Loads a drafter of a class that Transformers has."""
-    _read_native_config(raw_config, path_or_repo_id)
     if target_model is None:
         return AutoModel.from_pretrained(path_or_repo_id, **options)
     check_native(path_or_repo_id, raw_config, target_model)
@@ -183,18 +182,9 @@ def check_native(
     path_or_repo_id: str | os.PathLike[str], raw_config: dict[str, Any], target_model: PreTrainedModel
 ) -> PreTrainedConfig:
     """Checks that a drafter of a class that Transformers has fits a target."""
-    config = _read_native_config(raw_config, path_or_repo_id)
+    config = CONFIG_MAPPING[raw_config["model_type"]].from_dict(raw_config)
     _check_config_fits(read_native_config(config, target_model.config.get_text_config()), target_model)
     return config
-
-
-def _read_native_config(raw_config: dict[str, Any], path_or_repo_id: str | os.PathLike[str]) -> PreTrainedConfig:
-    if raw_config["model_type"] not in CONFIG_MAPPING:
-        raise ValueError(
-            f"The checkpoint {str(path_or_repo_id)!r} has `model_type` {raw_config['model_type']!r}, which this "
-            "version of Transformers does not know. Install a newer one."
-        )
-    return CONFIG_MAPPING[raw_config["model_type"]].from_dict(raw_config)
 
 
 def _read_config(raw_config: dict[str, Any], path_or_repo_id: str | os.PathLike[str]) -> DFlashConfig:
