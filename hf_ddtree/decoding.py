@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -14,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from .acceptance import Chooser, accept
 from .attention import dispatch
 from .budget import BudgetPolicy, RoundCost
-from .candidate_generators import DraftContext, TreeCandidateGenerator, join_features
+from .candidate_generators import DraftContext, TreeCandidateGenerator, checked_trees, join_features
 from .compat import CACHE_KEY, cache_of, prompt_length
 from .draft_tree import DraftTree
 from .emission import RowGroup, gather_rows
@@ -87,7 +86,7 @@ def decode(
                     num_emitted = [0] * len(prompt)
                     with stats.stage("draft"):
                         trees = generator.propose(context, most_nodes)
-                    _check_trees(trees, token_ids, vocab_size)
+                    trees = checked_trees(trees, token_ids, vocab_size)
                     trees = _within_length(trees, groups)
                     trees = _best_nodes(trees, policy.nodes_to_verify(trees, rows.num_cached))
                     trees = _with_padding_rows(processes.agree_on_trees(trees), groups)
@@ -295,50 +294,3 @@ def _without_padding(
     # A stable sort brings each row's tokens to the front without changing their order.
     index = is_token.int().argsort(dim=1, descending=True, stable=True)[:, : max(counts)].to(features.device)
     return features.gather(1, index[..., None].expand(-1, -1, features.shape[-1])), counts
-
-
-def _check_trees(trees: list[DraftTree], token_ids: Tensor, vocab_size: int) -> None:
-    """Refuses trees of a candidate generator that would give wrong tokens."""
-    if not isinstance(trees, list | tuple) or not all(isinstance(tree, DraftTree) for tree in trees):
-        raise TypeError(
-            "The candidate generator's `propose` must return a list of `hf_ddtree.DraftTree`, one a row, but "
-            f"returned {trees!r}."
-        )
-    if len(trees) != len(token_ids):
-        raise ValueError(
-            f"The candidate generator proposed {len(trees)} trees for {len(token_ids)} rows. `propose` must return "
-            "one a row; `DraftTree.root_only(token)` is a tree with nothing drafted."
-        )
-    for tree, root in zip(trees, token_ids[:, -1].tolist()):
-        parts = tree.token_ids, tree.parents
-        if not all(
-            isinstance(part, Tensor) and part.ndim == 1 and part.dtype == torch.int64 and part.device.type == "cpu"
-            for part in parts
-        ) or not 0 < len(parts[0]) == len(parts[1]):
-            raise ValueError(
-                "The candidate generator proposed a tree whose `token_ids` and `parents` are no vectors of int64 "
-                "on the CPU, of the same length. Build trees with `DraftTree.from_parents`, which checks."
-            )
-        tokens, parents = (part.numpy() for part in parts)
-        if tokens[0] != root:
-            raise ValueError(
-                f"The candidate generator proposed a tree whose root is token {tokens[0]}, but must be the last token "
-                f"of `context.input_ids`, {root}."
-            )
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise ValueError(
-                f"The candidate generator proposed a tree with tokens from {tokens.min()} to {tokens.max()}, but the "
-                f"target knows 0 to {vocab_size - 1}."
-            )
-        if parents[0] != -1 or (parents[1:] >= np.arange(1, len(parents))).any() or (parents[1:] < 0).any():
-            raise ValueError(
-                "The candidate generator proposed a tree whose parents are not in order: `parents[0]` must be -1 and "
-                "every other node must come after its parent. Build trees with `DraftTree.from_parents`, which checks."
-            )
-        log_probs = tree.log_probs.numpy()
-        if len(log_probs) != len(tokens) or not (log_probs[1:] <= log_probs[parents[1:]]).all():
-            raise ValueError(
-                "The candidate generator proposed a tree with `log_probs` that are not one a node, are no numbers, or "
-                "are greater at a node than at its parent: they belong to whole paths. Build trees with "
-                "`DraftTree.from_parents`, which checks."
-            )

@@ -153,6 +153,43 @@ def test_neighbours_that_write_into_what_they_get():
     assert model.generate(make_prompt(), **options).tolist() == plain.tolist()
 
 
+@pytest.mark.parametrize("tree_lookup", [False, True])
+def test_a_generator_that_writes_into_the_tree_of_last_round(tree_lookup):
+    """One object, asked for children, depths and mask in every round; and no call of the base's `__init__`."""
+    model = make_model("llama", "sdpa")
+    plain = model.generate(make_prompt(), **GREEDY)
+
+    class Thrifty(hf_ddtree.TreeCandidateGenerator):
+        def __init__(self):
+            self.tree = hf_ddtree.DraftTree.from_parents([0, 1, 2, 3], [-1, 0, 0, 2])
+
+        def start(self, cached_ids, num_cached):
+            pass
+
+        def propose(self, context, budget):
+            place = context.root_positions[0]
+            token, following = [*plain[0, place + 1 : place + 3].tolist(), 0, 0][:2]
+            other = int(plain[0, place - 1])
+            self.tree.token_ids[:] = torch.tensor(
+                [int(context.input_ids[0, -1]), other + (other == token), token, following]
+            )
+            # The right path is the second child's in even rounds, and the first child's a chain in others.
+            self.tree.parents[:] = torch.tensor([-1, 0, 0, 2] if place % 2 else [-1, 0, 1, 2])
+            return [self.tree]
+
+    tree = model.generate(
+        make_prompt(),
+        **GREEDY,
+        generation_strategy="ddtree",
+        candidate_generator=Thrifty(),
+        tree_lookup=tree_lookup,
+        return_dict_in_generate=True,
+        return_trees=True,
+    )
+    assert tree.sequences.tolist() == plain.tolist()
+    assert 3 in tree.ddtree_stats.accepted_lengths
+
+
 def test_a_criterion_that_replaces_tokens():
     class Replace(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):

@@ -381,6 +381,10 @@ def raw_tree(tokens, parents, log_probs=None):
     )
 
 
+def vectors(*parts):
+    return [torch.tensor(part, dtype=torch.int64) for part in parts]
+
+
 BAD_TREES = {
     "child before parent": (lambda root: [raw_tree([root, 1, 2], [-1, 2, 0])], ("parents", "in order")),
     "own parent": (lambda root: [raw_tree([root, 1, 2], [-1, 1, 0])], ("parents", "in order")),
@@ -390,17 +394,30 @@ BAD_TREES = {
     "rising": (lambda root: [raw_tree([root, 1, 2], [-1, 0, 1], [0.0, -2.0, -1.0])], ("log_probs", "whole paths")),
     "no number": (lambda root: [raw_tree([root, 1], [-1, 0], [0.0, math.nan])], ("log_probs", "no numbers")),
     "too few": (lambda root: [raw_tree([root, 1], [-1, 0], [0.0])], ("log_probs", "one a node")),
+    "above certain": (lambda root: [raw_tree([root, 1], [-1, 0], [math.inf, math.inf])], ("log_probs", "0 at the")),
+    "list": (lambda root: [DraftTree(*vectors([root, 1], [-1, 0]), [0.0, -1.0])], ("log_probs", "vector of float32")),
+    "half": (lambda root: [DraftTree(*vectors([root], [-1]), torch.zeros(1).half())], ("log_probs", "float32")),
+    "gradients": (
+        lambda root: [DraftTree(*vectors([root], [-1]), torch.zeros(1, requires_grad=True))],
+        ("log_probs", "float32"),
+    ),
+    "matrix": (lambda root: [raw_tree([[root]], [[-1]])], ("token_ids", "no vectors")),
+    "lists": (lambda root: [DraftTree([root, 1], [-1, 0])], ("token_ids", "no vectors")),
+    "empty": (lambda root: [DraftTree(*vectors([], []))], ("token_ids", "no vectors")),
+    "negative": (lambda root: [raw_tree([root, -1], [-1, 0])], ("tokens from -1", "knows 0")),
+    "two lengths": (lambda root: [raw_tree([root, 1], [-1])], ("same length",)),
     "no tree": (lambda root: [], ("0 trees", "1 rows")),
     "two trees": (lambda root: [raw_tree([root], [-1])] * 2, ("2 trees", "1 rows")),
 }
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("tree_lookup", [False, True])
 @pytest.mark.parametrize("kind", BAD_TREES)
-def test_bad_trees(model, kind):
+def test_bad_trees(model, kind, tree_lookup):
     make_trees, words = BAD_TREES[kind]
     with refused(model, "candidate generator", *words):
-        by_tree(model, candidate_generator=Fixed(make_trees))
+        by_tree(model, candidate_generator=Fixed(make_trees), tree_lookup=tree_lookup)
 
 
 @pytest.mark.core

@@ -1,6 +1,6 @@
 """Who proposes trees."""
 
-from .base import DraftContext, TreeCandidateGenerator, join_features
+from .base import DraftContext, TreeCandidateGenerator, checked_trees, join_features
 from .causal_lm import CausalLMTreeCandidateGenerator
 from .combined import CombinedTreeCandidateGenerator
 from .dflash import DFlashTreeCandidateGenerator
@@ -16,6 +16,7 @@ __all__ = [
     "MTPTreeCandidateGenerator",
     "PromptLookupTreeCandidateGenerator",
     "TreeCandidateGenerator",
+    "checked_trees",
     "drafter_kind",
     "join_features",
     "make_candidate_generator",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..configuration import DDTreeConfig
 from ..draft_tree import DraftTree
-from .base import DraftContext, TreeCandidateGenerator
+from .base import DraftContext, TreeCandidateGenerator, checked_trees
 
 
 class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
@@ -45,7 +45,7 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
         self._lookup.start(cached_ids, num_cached)
 
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
-        drafted = self._drafter.propose(context, budget)
+        drafted = checked_trees(self._drafter.propose(context, budget), context.input_ids)
         found = self._lookup.propose(context, budget)
         self.num_forwards, self.build_seconds = self._drafter.num_forwards, self._drafter.build_seconds
         merged = [
