@@ -230,10 +230,30 @@ def test_a_row_drafts_what_it_drafts_alone(pair, family, monkeypatch):
         assert got[: len(expected) - 1] == expected[:-1]
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("num_layers", [1, 2, 3])
-def test_what_transformers_drafts(num_layers, monkeypatch):
-    """Layers that Transformers loads: the chain holds the tokens that `use_mtp` drafts."""
+@pytest.mark.parametrize("at_once", [4, 512])
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_of_padding_alone(num_layers, at_once, batch, monkeypatch):
+    """Nothing is known of their first root, as an empty prompt in a batch has no token before it."""
+    monkeypatch.setattr(mtp, "TOKENS_AT_ONCE", at_once)
+    target, layers = transformers_pair(num_layers)
+    ids = random_tokens(8, (batch, 9), VOCAB_SIZE)
+    mask = torch.ones_like(ids)
+    mask[0] = 0
+    arguments = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(ids * mask, **arguments)
+    tree = target.generate(ids * mask, **arguments, generation_strategy="ddtree", assistant_model=layers)
+    assert tree.tolist() == plain.tolist()
+
+
+def test_training_mode():
+    target, layers = transformers_pair(1)
+    with pytest.raises(ValueError, match="MTP layers, is in training mode"):
+        target.generate(make_prompt(), generation_strategy="ddtree", assistant_model=layers.train(), max_new_tokens=4)
+
+
+def transformers_pair(num_layers):
+    """A target and its layers of a kind that Transformers loads."""
     sizes = {**SIZES, **EXPERTS, "num_hidden_layers": 2, "num_nextn_predict_layers": num_layers, "n_routed_experts": 4}
     sizes |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
     with torch.random.fork_rng():
@@ -243,6 +263,14 @@ def test_what_transformers_drafts(num_layers, monkeypatch):
         for parameter in [*target.parameters(), *layers.layers.parameters()]:
             if parameter.ndim > 1:
                 parameter.data.normal_(std=1.2 / math.sqrt(parameter.shape[-1]))
+    return target, layers
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_what_transformers_drafts(num_layers, monkeypatch):
+    """Layers that Transformers loads: the chain holds the tokens that `use_mtp` drafts."""
+    target, layers = transformers_pair(num_layers)
     monkeypatch.setattr(MtpModel, "from_pretrained", classmethod(lambda cls, *args, **kwargs: layers))
     drafted = []
     generator_class = transformers.generation.candidate_generator.MTPCandidateGenerator

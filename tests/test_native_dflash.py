@@ -115,8 +115,9 @@ def test_same_tokens(call: str, kind: str, attention: str) -> None:
 def test_view_shares_weights_and_draws_no_random_numbers() -> None:
     native, target = make_native_drafter(), make_native_target()
     state = torch.random.get_rng_state()
-    view = view_native(native, target)
+    view = view_native(native.train(), target)
     assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(module.training for module in native.modules())
     theirs = {parameter.data_ptr() for parameter in native.parameters()}
     assert {parameter.data_ptr() for parameter in view.parameters()} == theirs
     assert view.config.output_multiplier == 0.7 and view.config.final_logit_softcapping == 20.0

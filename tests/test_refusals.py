@@ -1,12 +1,14 @@
 """What tree decoding refuses, how the refusal reads, and that plain decoding works right afterwards."""
 
 import contextlib
+import copy
 import math
 
 import pytest
 import torch
 import transformers
 from families import VOCAB_SIZE, make_config, make_model
+from random_drafter import make_drafter
 from side_by_side import make_oracle, make_prompt
 from torch import nn
 from transformers import (
@@ -86,6 +88,14 @@ def test_assistant_model_of_an_unknown_kind(model, drafter):
     assistant = make_model("llama", "eager").model if drafter == "headless" else drafter
     with refused(model, "`assistant_model`", type(assistant).__name__, "hf_ddtree.load_drafter"):
         by_tree(model, assistant_model=assistant, candidate_generator=None)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash of some tokens", "causal LM"])
+def test_a_drafter_without_weights(model, kind):
+    settings = {"draft_vocab_size": 20} if kind == "dflash of some tokens" else {}
+    drafter = copy.deepcopy(model) if kind == "causal LM" else make_drafter(model, **settings)
+    with refused(model, "`assistant_model`", type(drafter).__name__, "'meta'", "hf_ddtree.load_drafter"):
+        by_tree(model, assistant_model=drafter.to("meta"), candidate_generator=None)
 
 
 @pytest.mark.parametrize("generator", [5, DraftTree.root_only(3)])

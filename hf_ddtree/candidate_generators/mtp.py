@@ -82,7 +82,7 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
         state: What a former call's drafter knew of the sequences, if they go on.
 
     Raises:
-        ValueError: If the layers are of another size than the target.
+        ValueError: If the layers are of another size than the target, or in training mode.
         TypeError: If the state is not of this kind.
     """
 
@@ -102,6 +102,11 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
                 f"The MTP layers do not fit the target: they are of family {own.model_type!r} and hidden size "
                 f"{own.hidden_size}, the target of {others.model_type!r} and {others.hidden_size}. Load them with "
                 '`hf_ddtree.load_drafter("mtp", target_model=model)`.'
+            )
+        if drafter.layers.training:
+            raise ValueError(
+                "`assistant_model`, MTP layers, is in training mode, where dropout would draw random numbers between "
+                "those of sampling. Call `assistant_model.eval()` first."
             )
         if state is not None and not isinstance(state, MTPState):
             raise TypeError(
@@ -196,12 +201,12 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
         """
         layer = min(level, self._num_layers - 1)
         stream = self.state.streams[layer]
-        while level == layer and max(map(len, stream.tokens)) > TOKENS_AT_ONCE:
+        if level > layer:
+            return self._run(layer, [0] * len(trees), trees, inputs)
+        self._give_up_waiting(layer, trees)
+        while max(map(len, stream.tokens)) > TOKENS_AT_ONCE:
             self._run(layer, [min(len(tokens) - 1, TOKENS_AT_ONCE) for tokens in stream.tokens])
-        if level == layer:
-            self._give_up_waiting(layer)
-            return self._run(layer, [len(tokens) - 1 for tokens in stream.tokens], trees, inputs)
-        return self._run(layer, [0] * len(trees), trees, inputs)
+        return self._run(layer, [len(tokens) - 1 for tokens in stream.tokens], trees, inputs)
 
     def _run(
         self, layer: int, counts: list[int], trees: list[DraftTree] | None = None, inputs: list[Tensor] | None = None
@@ -233,13 +238,14 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
             stream.hidden_states[row] = stream.hidden_states[row][count:]
         return [states[count:] for states, count in zip(outputs, counts)]
 
-    def _give_up_waiting(self, layer: int) -> None:
-        """Lets rows with too few tokens for a hidden state of the layer before draft from nothing."""
-        stream, before = self.state.streams[layer], self.state.streams[max(layer - 1, 0)]
+    def _give_up_waiting(self, layer: int, trees: list[DraftTree]) -> None:
+        """Lets rows without a hidden state for their root draft from nothing: those of padding alone, and those with
+        too few tokens for the layer before."""
+        stream = self.state.streams[layer]
         for row, tokens in enumerate(stream.tokens):
             if not tokens:
-                stream.tokens[row] = before.tokens[row][-1:]
-                stream.hidden_states[row] = torch.zeros_like(before.hidden_states[row][-1:])
+                stream.tokens[row] = trees[row].token_ids[:1].tolist()
+                stream.hidden_states[row] = stream.hidden_states[row].new_zeros((1, self.drafter.config.hidden_size))
 
     def _feed(
         self, layer: int, trees: list[DraftTree], hidden_states: list[Tensor], counts: Sequence[int]

@@ -11,6 +11,7 @@ from transformers.modeling_layers import MtpModel
 from ..configuration import DDTreeConfig, describe_type
 from ..drafters import DFlashDraftModel, is_native, view_native
 from ..drafters.mtp import MTPDrafter
+from ..placement import execution_device
 from .base import TreeCandidateGenerator
 from .causal_lm import CausalLMTreeCandidateGenerator
 from .dflash import DFlashTreeCandidateGenerator
@@ -51,9 +52,16 @@ def make_candidate_generator(
     """The generator for a drafter, chosen by what the drafter is.
 
     Raises:
-        ValueError: If the drafter is of a kind that the package does not know, or does not fit the model.
+        ValueError: If the drafter is of a kind that the package does not know, has no weights, or does not fit the
+            model.
     """
-    return drafter_kind(assistant_model).make(assistant_model, model, config, draft_state)
+    kind = drafter_kind(assistant_model)
+    if execution_device(assistant_model).type == "meta":
+        raise ValueError(
+            f"`assistant_model`, {describe_type(assistant_model)}, is on the device 'meta', so it has shapes but no "
+            "weights. Load it with `hf_ddtree.load_drafter` or `from_pretrained`, not under `torch.device('meta')`."
+        )
+    return kind.make(assistant_model, model, config, draft_state)
 
 
 def drafter_kind(assistant_model: Any) -> DrafterKind:

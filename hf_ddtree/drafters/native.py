@@ -35,7 +35,7 @@ def view_native(assistant_model: PreTrainedModel, target_model: PreTrainedModel)
         layer.mlp = native_layer.mlp
         layer.input_layernorm = native_layer.input_layernorm
         layer.post_attention_layernorm = native_layer.post_attention_layernorm
-    return view.eval()
+    return view
 
 
 def read_native_config(config: PreTrainedConfig, target_config: PreTrainedConfig) -> DFlashConfig:
