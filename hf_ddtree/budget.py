@@ -82,7 +82,13 @@ class RoundCost:
 
 
 class BudgetPolicy(ABC):
-    """Decides each round how many nodes to draft, and how many of them to verify. Pass one as `tree_budget`."""
+    """Decides each round how many nodes to draft, and how many of them to verify. Pass one as `tree_budget`.
+
+    Attributes:
+        most_nodes: Drafted nodes that a static cache gets room for; larger trees are cut to their most probable nodes.
+    """
+
+    most_nodes: int = 64
 
     @abstractmethod
     def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
@@ -114,7 +120,7 @@ class FixedBudget(BudgetPolicy):
     """
 
     def __init__(self, num_nodes: int) -> None:
-        self.num_nodes = num_nodes
+        self.num_nodes = self.most_nodes = num_nodes
 
     def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
         return self.num_nodes

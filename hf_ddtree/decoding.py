@@ -22,6 +22,7 @@ from .output import DDTreeStats
 from .placement import execution_device
 from .processes import Processes
 from .rows import CommittedRows
+from .static_cache import most_drafted, num_graphs
 from .support import check_cache
 from .verification import FeatureRecorder, attention_windows, commit, recording_past, step, verify
 
@@ -55,7 +56,7 @@ def decode(
     recorder = FeatureRecorder(model, generator.feature_layers)
     try:
         prompt = gather_rows(groups)
-        num_cached = cache_of(model_kwargs).get_seq_length()
+        num_cached = int(cache_of(model_kwargs).get_seq_length())
         is_whole = prompt_length(generation_config, model_kwargs) == prompt.shape[1]
         generator.start(prompt[:, : num_cached if is_whole else 0], num_cached)
         prompt_mask = _mask_of(prompt, model_kwargs.get("attention_mask"))
@@ -66,7 +67,7 @@ def decode(
         model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False))
         cache = cache_of(model_kwargs)
         check_cache(cache)
-        rows = CommittedRows(cache.get_seq_length(), model_kwargs, len(prompt), execution_device(model))
+        rows = CommittedRows(int(cache.get_seq_length()), model_kwargs, len(prompt), execution_device(model))
         roots = [DraftTree.root_only(0) for _ in prompt]
         walk(groups, roots, outputs.logits[:, -1:], chooser, [[0] for _ in prompt])
         groups[0].sequences.keep_prefill(outputs)
@@ -88,11 +89,13 @@ def decode(
                         trees = generator.propose(context, most_nodes)
                     trees = checked_trees(trees, token_ids, vocab_size)
                     trees = _within_length(trees, groups)
-                    trees = _best_nodes(trees, policy.nodes_to_verify(trees, rows.num_cached))
+                    size = policy.nodes_to_verify(trees, rows.num_cached)
+                    trees = _best_nodes(trees, min(size, most_drafted(cache, rows.num_cached)))
                     trees = _with_padding_rows(processes.agree_on_trees(trees), groups)
                 else:
                     trees = [DraftTree.root_only(root) for root in token_ids[:, -1].tolist()]
                 drafted = time.perf_counter()
+                graphs = num_graphs()
                 num_cached, num_drafted = rows.num_cached, max(tree.num_drafted for tree in trees)
                 with stats.stage("verify"):
                     if num_drafted == 0 and rows.are_level and not any(group.sequences.finished for group in groups):
@@ -119,16 +122,17 @@ def decode(
                     for row, (before, path) in enumerate(zip(num_emitted, paths))
                 ]
                 stats.count(trees, paths)
-                policy.observe(
-                    RoundCost(
-                        num_cached=num_cached,
-                        num_rows=len(prompt),
-                        num_drafted=num_drafted,
-                        accepted=[max(0, len(path) - 1) for path in paths],
-                        draft_seconds=drafted - start if most_nodes else None,
-                        verify_seconds=time.perf_counter() - drafted,
+                if num_graphs() == graphs:  # else the round took as long as the compiler
+                    policy.observe(
+                        RoundCost(
+                            num_cached=num_cached,
+                            num_rows=len(prompt),
+                            num_drafted=num_drafted,
+                            accepted=[max(0, len(path) - 1) for path in paths],
+                            draft_seconds=drafted - start if most_nodes else None,
+                            verify_seconds=time.perf_counter() - drafted,
+                        )
                     )
-                )
             generator.finish(_context(gather_rows(groups), prompt_mask, rows, news, num_emitted))
             if _is_returned(cache, generation_config):
                 stats.target_forwards += _pad_to_longest(model, groups, rows, model_kwargs, processes)
@@ -221,7 +225,8 @@ def _pad_to_longest(
     forwards = 0
     while processes.any(not rows.are_level):
         longest = rows.num_cached
-        missing = [min(longest - length, PADDING_AT_ONCE) for length in rows.lengths]
+        at_once = min(PADDING_AT_ONCE, 1 + most_drafted(cache_of(model_kwargs), longest))
+        missing = [min(longest - length, at_once) for length in rows.lengths]
         trees = [DraftTree.chain([last_tokens[row]] + [pad_token] * (count - 1)) for row, count in enumerate(missing)]
         verification = verify(model, trees, rows, model_kwargs, recorder)
         commit(model_kwargs[CACHE_KEY], verification, [list(range(count)) for count in missing], rows)

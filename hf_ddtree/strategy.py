@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StaticCache, StoppingCriteriaList
 from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
 from .acceptance import PER_TOKEN_PROCESSORS, Chooser
-from .budget import policy_for
+from .budget import BudgetPolicy, policy_for
 from .candidate_generators import (
     CombinedTreeCandidateGenerator,
     PromptLookupTreeCandidateGenerator,
@@ -18,12 +18,13 @@ from .candidate_generators import (
     drafter_kind,
     make_candidate_generator,
 )
-from .compat import CACHE_KEY, cache_of
+from .compat import CACHE_KEY, cache_of, prompt_length
 from .configuration import DDTreeConfig, describe_type
 from .decoding import decode
 from .emission import EmittedSequences, RowGroup, gather_rows
 from .output import DDTreeOutput, DDTreeStats
 from .processes import Processes
+from .static_cache import buffer_length, give_room
 from .support import check_arguments, check_cache, check_call, check_positions, check_processes, check_target
 
 if TYPE_CHECKING:
@@ -89,15 +90,15 @@ class DDTreeDecoding:
         check_call(generation_config, logits_processor)
         check_processes(model, generation_config, self._synced_gpus)
         check_target(model)
-        check_cache(cache_of(model_kwargs))
         check_positions(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
+        generator = self._make_generator(model)
+        policy = policy_for(self.config.tree_budget, model, self._assistant_model, generator)
         if generation_config.compile_config is not None:
             model._valid_auto_compile_criteria(model_kwargs, generation_config)  # says that nothing is compiled
-        generator = self._make_generator(model)
+        prepare_cache(model, input_ids, generation_config, model_kwargs, policy)
         groups = make_groups(input_ids, logits_processor, stopping_criteria, generation_config, self._streamer)
         processes = Processes(model, self._synced_gpus)
         chooser = Chooser(logits_processor, generation_config.do_sample, processes.agree)
-        policy = policy_for(self.config.tree_budget, model, self._assistant_model, generator)
         stats = DDTreeStats(trees=[], accepted_paths=[]) if self.config.return_trees else DDTreeStats()
         decode(model, groups, chooser, generator, policy, stats, generation_config, model_kwargs, processes)
         for group in groups:
@@ -193,6 +194,35 @@ def check_settings(model: PreTrainedModel, generation_config: GenerationConfig, 
         return None if setting(name) in inherited else setting(name)
 
     check_arguments(setting, set_by_call, tree_lookup)
+
+
+def prepare_cache(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    policy: BudgetPolicy,
+) -> None:
+    """Gives room for trees to a static cache that `generate()` has made, and refuses caches that cannot take one."""
+    cache = cache_of(model_kwargs)
+    if type(cache) is StaticCache:
+        if generation_config.output_attentions:
+            raise ValueError(
+                "`output_attentions` is True, but over a static cache the weights are of its unused entries as well. "
+                "Leave `cache_implementation` unset, or `output_attentions`."
+            )
+        length = buffer_length(cache)
+        prompt = prompt_length(generation_config, model_kwargs) or input_ids.shape[1]
+        needed = prompt + generation_config.max_length - input_ids.shape[1] - 1
+        if not getattr(cache, "_is_user_defined", False):
+            give_room(cache, max(needed, model._previous_max_cache_length), policy.most_nodes)
+        elif length is not None and length < needed and not any(cache.is_sliding):
+            raise ValueError(
+                f"The `StaticCache` has room for {length} tokens, but this call may need {needed}. Pass one with "
+                f"`max_cache_len={needed + 1 + policy.most_nodes}`, which leaves room for trees, or set "
+                '`cache_implementation="static"` and pass none.'
+            )
+    check_cache(cache)
 
 
 def make_groups(

@@ -16,13 +16,17 @@ from transformers import (
     LogitsProcessorList,
     PretrainedConfig,
     PreTrainedModel,
+    StaticCache,
 )
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
     LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
 from transformers.generation import logits_process
 
@@ -86,6 +90,8 @@ CACHE_LAYERS = (
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
+    StaticLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
     *EMPTY_CACHE_LAYERS,
 )
 
@@ -306,15 +312,15 @@ def check_cache(cache: Cache | None) -> None:
     """Refuses a cache that cannot take a tree and give back one path of it.
 
     Raises:
-        ValueError: If there is no cache, or it is not a `DynamicCache` with layers that the package knows, which all
-            hold the same tokens.
+        ValueError: If there is no cache, or it is not a `DynamicCache` or `StaticCache` with layers that the package
+            knows, which all hold the same tokens.
     """
     if cache is None:
         raise ValueError("Tree decoding needs a cache, but `use_cache` is False. Leave `use_cache` at True.")
-    if type(cache) is not DynamicCache:
+    if type(cache) not in (DynamicCache, StaticCache):
         raise ValueError(
-            f"Tree decoding works on a `DynamicCache`, but the cache is a `{type(cache).__name__}`. Leave "
-            "`cache_implementation` unset and pass no cache of another kind."
+            "Tree decoding works on a `DynamicCache` or a `StaticCache`, but the cache is a "
+            f"`{type(cache).__name__}`. Leave `cache_implementation` unset and pass no cache of another kind."
         )
     if getattr(cache, "offloading", False):
         raise ValueError(
@@ -322,12 +328,18 @@ def check_cache(cache: Cache | None) -> None:
             "with `offloading=True`."
         )
     for layer in cache.layers:
+        if isinstance(layer, StaticSlidingWindowLayer):
+            raise ValueError(
+                f"The `StaticCache` has a layer that keeps the last {layer.max_cache_len} keys alone, of which a tree "
+                'would push some out. Set `cache_implementation="static"` and pass no cache: it is then made without '
+                "such layers."
+            )
         if type(layer) not in CACHE_LAYERS or getattr(layer, "number_of_states", 1) != 1:
             raise ValueError(
                 f"The cache has a layer of kind `{type(layer).__name__}`, whose state tree decoding does not know how "
                 "to branch and commit. Generate without `generation_strategy`."
             )
-    lengths = {layer.get_seq_length() for layer in cache.layers if isinstance(layer, DynamicLayer)}
+    lengths = {int(layer.get_seq_length()) for layer in cache.layers if isinstance(layer, DynamicLayer | StaticLayer)}
     if len(lengths) > 1:
         raise ValueError(
             f"The cache has layers with {' and '.join(map(str, sorted(lengths)))} keys. Some are of another sequence, "

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer
 from transformers.utils import ModelOutput
 
 from .attention import dispatch
@@ -22,6 +22,7 @@ from .attention.tree_batch import TreeBatch
 from .compat import CACHE_KEY
 from .draft_tree import DraftTree
 from .rows import CommittedRows
+from .static_cache import buffer_length, padded_size
 from .support import WINDOWS, decoder_layers, layer_types, window_of
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -69,11 +70,16 @@ def verify(
         RuntimeError: If a layer with a state did not go through the tree operators.
         ValueError: If the model does not take positions.
     """
-    cache: DynamicCache = model_kwargs[CACHE_KEY]
-    batch = TreeBatch.from_trees(trees, rows.device)
+    cache: DynamicCache | StaticCache = model_kwargs[CACHE_KEY]
+    is_static = buffer_length(cache) is not None
+    batch = TreeBatch.from_trees(trees, rows.device, padded_size(max(map(len, trees))) if is_static else 1)
     tree_pass = TreePass(batch, rows.lengths)
-    model_inputs = _model_inputs(model, batch, rows, model_kwargs)
-    model_inputs["attention_mask"] = _attention_mask(model, batch, cache, rows)
+    mask = _attention_mask(model, batch, cache, rows)
+    # Over a static cache a causal mask is made, for nothing, unless there is a mask already.
+    masks = mask.values() if isinstance(mask, dict) else [mask]
+    given = next(one for one in masks if one is not None) if is_static else None
+    model_inputs = _model_inputs(model, batch, rows, model_kwargs, given)
+    model_inputs["attention_mask"] = mask
     with recorder.recording(), dispatch.active(tree_pass):
         outputs = model(**model_inputs, return_dict=True)
     _require_tree_operators(model, cache, tree_pass)
@@ -96,13 +102,12 @@ def step(
         model_kwargs: As `generate()` keeps them after prefill.
         recorder: Records the features for the drafter.
     """
-    cache: DynamicCache = model_kwargs[CACHE_KEY]
+    cache: DynamicCache | StaticCache = model_kwargs[CACHE_KEY]
     batch = TreeBatch.from_trees(roots, rows.device)
-    model_inputs = _model_inputs(model, batch, rows, model_kwargs)
     cached_mask = rows.mask()
     if cached_mask is not None:
         cached_mask = nn.functional.pad(cached_mask.long(), (0, 1), value=1)
-    model_inputs["attention_mask"] = cached_mask
+    model_inputs = _model_inputs(model, batch, rows, model_kwargs, cached_mask)
     with recorder.recording(), _past_recording(cache, False):
         outputs = model(**model_inputs, return_dict=True)
     rows.advance([1] * len(roots))
@@ -110,14 +115,18 @@ def step(
 
 
 def _model_inputs(
-    model: PreTrainedModel, batch: TreeBatch, rows: CommittedRows, model_kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    batch: TreeBatch,
+    rows: CommittedRows,
+    model_kwargs: dict[str, Any],
+    attention_mask: Tensor | None = None,
 ) -> dict[str, Any]:
-    """What the model's forward takes for the nodes, without the mask.
+    """What the model's forward takes for the nodes.
 
     Raises:
         ValueError: If the model does not take positions.
     """
-    inputs = {name: value for name, value in model_kwargs.items() if name != "attention_mask"}
+    inputs = model_kwargs | {"attention_mask": attention_mask}
     inputs["position_ids"] = rows.root_positions() + batch.depths
     for name in TOKEN_TYPES:
         if inputs.get(name) is not None:
@@ -153,7 +162,11 @@ def commit(
     stateful = _stateful_layers(cache)
     _advance_states(stateful, tree_pass, committed)
     for layer, inputs in zip(stateful, tree_pass.conv_inputs):
-        layer.conv_states[0] = committed.last_entries(inputs, layer.conv_kernel_size[0], dim=-1)
+        states = committed.last_entries(inputs, layer.conv_kernel_size[0], dim=-1)
+        if layer.record_past:
+            layer.conv_states[0] = states
+        else:
+            layer.conv_states[0].copy_(states)
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             kept = min(layer.sliding_window - 1, rows.num_cached)
@@ -163,6 +176,12 @@ def commit(
         elif isinstance(layer, DynamicLayer) and not committed.is_whole_tree:
             layer.keys = committed.in_place(layer.keys)
             layer.values = committed.in_place(layer.values)
+        elif isinstance(layer, StaticLayer):
+            for entries in (layer.keys, layer.values):
+                committed.in_place(entries)
+                if committed.is_empty:  # what was fed may be NaN, which no mask hides
+                    entries[..., rows.num_cached :, :] = 0.0
+            layer.cumulative_length.fill_(rows.num_cached)
 
 
 def _stateful_layers(cache: DynamicCache) -> list[LinearAttentionLayer]:
@@ -228,7 +247,7 @@ class _CommittedPaths:
 
     def in_place(self, entries: Tensor) -> Tensor:
         """Moves the paths' entries of `(batch, ..., n, dim)` behind each row's committed ones; cuts off the rest."""
-        first = entries.shape[-2] - self._num_nodes
+        first = int(self._before.max())
 
         def source() -> Tensor:
             return first + self._path
@@ -270,6 +289,7 @@ def _attention_mask(
     """The mask in the form that the model's forward takes, as Transformers' `create_masks_for_generate` makes it."""
     config = model.config.get_text_config()
     cached_mask = rows.mask()
+    length = buffer_length(cache)
 
     def mask(kind: str) -> Tensor | None:
         if kind not in WINDOWS:
@@ -285,6 +305,8 @@ def _attention_mask(
             else:
                 # A cache that was made without the model's config keeps all keys of every layer.
                 visible = tree_attention_mask(batch, rows.num_cached, cached_mask, reach, rows.before_root())
+        if length is not None:
+            visible = nn.functional.pad(visible, (0, length - visible.shape[-1]), value=False)
         return to_additive(visible, model.dtype) if config._attn_implementation == "eager" else visible
 
     masks = {kind: mask(kind) for kind in set(layer_types(config))}
@@ -316,13 +338,13 @@ def _require_tree_operators(model: PreTrainedModel, cache: DynamicCache, tree_pa
 def recording_past(cache: DynamicCache) -> Iterator[None]:
     """Lets the cache's sliding and stateful layers keep all that a round feeds them until the commit.
 
-    Meant for use after prefill: during prefill it would keep the whole prompt.
+    Meant for use after prefill: during prefill it would keep the whole prompt. A static cache keeps its shapes.
     """
     for layer in _stateful_layers(cache):
         missing = layer.conv_kernel_size[0] - layer.conv_states[0].shape[-1]
         if missing > 0:
             layer.conv_states[0] = nn.functional.pad(layer.conv_states[0], (missing, 0))
-    with _past_recording(cache, True):
+    with _past_recording(cache, type(cache) is DynamicCache):
         yield
 
 
@@ -385,11 +407,11 @@ class FeatureRecorder:
             return None
         device = self._outputs[self.layer_ids[0]][0].device
         layers = {
-            layer_id: torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-            for layer_id, outputs in self._outputs.items()
+            layer_id: torch.cat(recorded, dim=1) if len(recorded) > 1 else recorded[0]
+            for layer_id, recorded in self._outputs.items()
         }
-        for outputs in self._outputs.values():
-            outputs.clear()
+        for recorded in self._outputs.values():
+            recorded.clear()
         return torch.cat([layers[layer_id].to(device) for layer_id in self.layer_ids], dim=-1)
 
     def close(self) -> None:

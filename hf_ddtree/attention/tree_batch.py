@@ -13,7 +13,7 @@ from ..draft_tree import DraftTree
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Trees padded to the largest one. A padding node repeats its tree's root token and sees nothing but itself.
+    """Trees padded to one size. A padding node repeats its tree's root token and sees nothing but itself.
 
     Attributes:
         token_ids: `(batch, n)` int64.
@@ -26,13 +26,13 @@ class TreeBatch:
     ancestor_mask: Tensor
 
     @classmethod
-    def from_trees(cls, trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
-        """Packs one tree a row and moves the result to `device`."""
-        if len(trees) == 1:
+    def from_trees(cls, trees: Sequence[DraftTree], device: torch.device, least_nodes: int = 1) -> TreeBatch:
+        """Packs one tree a row, padded to the largest or to `least_nodes`, and moves the result to `device`."""
+        if len(trees) == 1 and len(trees[0]) >= least_nodes:
             tree = trees[0]
             packed = tree.token_ids[None], tree.depths[None], tree.ancestor_mask[None]
         else:
-            size = max(map(len, trees))
+            size = max(least_nodes, *map(len, trees))
             token_ids = torch.stack([_pad(tree.token_ids, size, int(tree.token_ids[0])) for tree in trees])
             depths = torch.stack([_pad(tree.depths, size, 0) for tree in trees])
             ancestor_mask = torch.eye(size, dtype=torch.bool, device="cpu").repeat(len(trees), 1, 1)
@@ -43,7 +43,7 @@ class TreeBatch:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of the largest tree, `n`."""
+        """Number of nodes of each tree with its padding, `n`."""
         return self.token_ids.shape[1]
 
 

@@ -1,0 +1,236 @@
+"""Static caches: the same tokens, from a buffer of fixed length and trees of few sizes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB_SIZE, first_implementation, make_model
+from side_by_side import make_oracle, make_prompt
+from torch import Tensor
+from transformers import PreTrainedModel, StaticCache
+
+import hf_ddtree
+from hf_ddtree.budget import FixedBudget
+from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.static_cache import buffer_length, padded_size
+from hf_ddtree.testing import OracleTreeCandidateGenerator
+
+GREEDY = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+# Full attention, windows in all layers, in some, chunks, latent attention, and states beside attention or with it.
+FAMILIES = ["qwen3", "llama", "mistral", "gemma3", "llama4", "deepseek_v3", "qwen3_5", "falcon_h1", "lfm2"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    hf_ddtree.register()
+
+
+def get_model(family: str) -> PreTrainedModel:
+    return make_model(family, first_implementation(family))
+
+
+def by_tree(model: PreTrainedModel, inputs: Any, plain: Tensor, seed: int = 0, **arguments: Any) -> Any:
+    defaults = {"cache_implementation": "static", "tree_budget": 10, "return_trees": True}
+    return model.generate(
+        **(inputs if isinstance(inputs, dict) else {"inputs": inputs}),
+        **GREEDY | defaults | arguments,
+        generation_strategy="ddtree",
+        candidate_generator=OracleTreeCandidateGenerator(plain, VOCAB_SIZE, seed=seed),
+    )
+
+
+def went_into_branches(out: Any) -> bool:
+    """Whether paths were taken that are no prefix of their tree, in several rounds."""
+    paths = [path for of_round in out.ddtree_stats.accepted_paths for path in of_round]
+    return sum(path != list(range(len(path))) for path in paths) > 3 and len(paths) > 5
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_plain_decoding(family: str) -> None:
+    """With a dynamic cache and with a static one, where that Transformers can; and the cache can be gone on with."""
+    model, prompt = get_model(family), make_prompt()
+    plain = model.generate(prompt, **GREEDY, output_logits=True)
+    try:
+        static = model.generate(prompt, **GREEDY, cache_implementation="static")
+    except TypeError:
+        pytest.skip("This Transformers makes no mask for chunks of a static cache.")
+    assert static.sequences.tolist() == plain.sequences.tolist()
+    tree = by_tree(model, prompt, plain.sequences, output_logits=True)
+    assert tree.sequences.tolist() == plain.sequences.tolist() and went_into_branches(tree)
+    torch.testing.assert_close(torch.stack(tree.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
+    cache = tree[CACHE_KEY]
+    assert type(cache) is StaticCache and int(cache.get_seq_length()) == plain.sequences.shape[1] - 1
+    for layer, expected in zip(cache.layers, plain[CACHE_KEY].layers, strict=True):
+        for states in ("conv_states", "recurrent_states"):
+            if getattr(expected, states, {}).get(0) is not None:
+                torch.testing.assert_close(
+                    getattr(layer, states)[0], getattr(expected, states)[0], rtol=1e-4, atol=1e-4
+                )
+        if getattr(expected, "keys", None) is not None:
+            kept = expected.keys.shape[-2]
+            torch.testing.assert_close(
+                layer.keys[..., int(cache.get_seq_length()) - kept : int(cache.get_seq_length()), :],
+                expected.keys,
+                rtol=1e-4,
+                atol=1e-4,
+            )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "lfm2"])
+def test_rows_of_different_lengths(family: str) -> None:
+    """Padded at the left, accepting different lengths, some ending early."""
+    model = get_model(family)
+    mask = (torch.arange(12) >= torch.tensor([[0], [5], [8]])).long()
+    ids = torch.randint(1, VOCAB_SIZE, mask.shape, generator=torch.Generator().manual_seed(3)) * mask
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    answers = model.generate(**inputs, **GREEDY).sequences[:, 12:]
+    ends = {"eos_token_id": [int(answers[0, 22]), int(answers[1, 9])]}
+    plain = model.generate(**inputs, **GREEDY | ends).sequences
+    for seed in range(2):
+        tree = by_tree(model, inputs, plain, seed, **ends)
+        assert tree.sequences.tolist() == plain.tolist() and went_into_branches(tree)
+        assert int(tree[CACHE_KEY].get_seq_length()) == plain.shape[1] - 1
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_going_on_with_the_cache(family: str) -> None:
+    """Its buffer is long enough for the second call's tokens: the first call said so."""
+    model, prompt = get_model(family), make_prompt()
+    plain = model.generate(prompt, **GREEDY).sequences
+    first = by_tree(model, prompt, plain, max_new_tokens=15, max_cache_len=plain.shape[1])
+    for strategy in (None, "ddtree"):
+        arguments = (
+            {} if strategy is None else {"generation_strategy": strategy, "candidate_generator": make_oracle(plain)}
+        )
+        cache = copy.deepcopy(first[CACHE_KEY])
+        rest = model.generate(first.sequences, **GREEDY | {"max_new_tokens": 25, CACHE_KEY: cache}, **arguments)
+        assert rest.sequences.tolist() == plain.tolist()
+
+
+def test_sampling_with_a_seed() -> None:
+    model, prompt = get_model("qwen3"), make_prompt()
+    arguments = GREEDY | {"do_sample": True, "temperature": 1.3, "top_k": 20}
+    torch.manual_seed(1)
+    plain = model.generate(prompt, **arguments).sequences
+    torch.manual_seed(1)
+    assert by_tree(model, prompt, plain, **arguments).sequences.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_branch_of_nan(family: str) -> None:
+    """What it left in the buffer must not come back, not even times zero."""
+    model, prompt = copy.deepcopy(get_model(family)), make_prompt()
+    plain = model.generate(prompt, **GREEDY).sequences
+    unused = next(token for token in range(1, VOCAB_SIZE) if token not in plain)
+    model.get_input_embeddings().weight.data[unused] = math.nan
+
+    class Spoiled(hf_ddtree.TreeCandidateGenerator):
+        def propose(self, context: hf_ddtree.DraftContext, budget: int) -> list[hf_ddtree.DraftTree]:
+            root = int(context.input_ids[0, -1])
+            following = plain[0, context.input_ids.shape[1] :].tolist()[:3]
+            spoils = [unused] * 4 if context.input_ids.shape[1] % 5 == 0 else []
+            tree = hf_ddtree.DraftTree.chain([root] + (spoils or following))
+            return [tree]
+
+    arguments = {"generation_strategy": "ddtree", "cache_implementation": "static"}
+    tree = model.generate(prompt, **GREEDY, **arguments, candidate_generator=Spoiled())
+    assert tree.sequences.tolist() == plain.tolist()
+    assert {1, 4} <= set(tree.ddtree_stats.accepted_lengths)
+
+
+# --- shapes and room ------------------------------------------------------------------------------------------------
+
+
+def test_padded_sizes() -> None:
+    assert [padded_size(nodes) for nodes in (1, 2, 5, 6, 9, 10, 17, 18, 64, 65, 66)] == [
+        *(1, 5, 5, 9, 9, 17, 17, 33, 65, 65, 129)
+    ]
+
+
+class Changing(FixedBudget):
+    """Another number of nodes each round."""
+
+    def nodes_to_verify(self, trees: Sequence[hf_ddtree.DraftTree], num_cached: int) -> int:
+        return 1 + num_cached % self.num_nodes
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5"])
+def test_forwards_have_few_shapes(family: str) -> None:
+    """Whatever the trees' sizes, and however long the context: a compiled forward has few graphs."""
+    model, prompt = get_model(family), make_prompt()
+    plain = model.generate(prompt, **GREEDY).sequences
+    shapes = set()
+
+    def record(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        masks = kwargs["attention_mask"]
+        masks = masks.values() if isinstance(masks, dict) else [masks]
+        shapes.add((kwargs["input_ids"].shape[1], *{mask.shape[1:] for mask in masks if mask is not None}))
+
+    hook = model.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        tree = by_tree(model, prompt, plain, tree_budget=Changing(12))
+    finally:
+        hook.remove()
+    length = buffer_length(tree[CACHE_KEY])
+    assert tree.sequences.tolist() == plain.tolist()
+    assert len({len(tree) for of_round in tree.ddtree_stats.trees for tree in of_round}) > 5
+    of_rounds = {shape for shape in shapes if shape[0] not in (1, prompt.shape[1])}
+    assert of_rounds == {(size, (1, size, length)) for size in (5, 9, 17)}
+
+
+def test_a_tree_is_cut_to_the_room_that_is_left() -> None:
+    """In a cache that the caller made just long enough for the tokens."""
+    model, prompt = get_model("qwen3"), make_prompt()
+    plain = model.generate(prompt, **GREEDY).sequences
+    cache = StaticCache(config=model.config, max_cache_len=plain.shape[1] - 1)
+    tree = by_tree(model, prompt, plain, **{"cache_implementation": None, CACHE_KEY: cache})
+    assert tree.sequences.tolist() == plain.tolist() and tree[CACHE_KEY] is cache
+    last = [max(map(len, of_round)) for of_round in tree.ddtree_stats.trees[-3:]]
+    assert max(last) <= 5 and max(len(of_round[0]) for of_round in tree.ddtree_stats.trees) > 8
+
+
+def test_a_policy_that_asks_for_more_than_it_said() -> None:
+    class Greedy(FixedBudget):
+        def __init__(self) -> None:
+            super().__init__(32)
+            self.most_nodes = 8
+
+    model, prompt = get_model("qwen3"), make_prompt()
+    plain = model.generate(prompt, **GREEDY).sequences
+    tree = by_tree(model, prompt, plain, tree_budget=Greedy())
+    assert tree.sequences.tolist() == plain.tolist()
+
+
+def test_chunks_of_the_prompt() -> None:
+    model, prompt = get_model("qwen3"), make_prompt()
+    plain = model.generate(prompt, **GREEDY).sequences
+    assert by_tree(model, prompt, plain, prefill_chunk_size=4).sequences.tolist() == plain.tolist()
+
+
+@pytest.mark.core
+def test_refusals() -> None:
+    model, prompt = get_model("qwen3"), make_prompt()
+
+    def short_cache(model: PreTrainedModel, length: int) -> dict[str, Any]:
+        return {CACHE_KEY: StaticCache(config=model.config, max_cache_len=length), "cache_implementation": None}
+
+    with pytest.raises(ValueError, match="room for 30 tokens, but this call may need 49.*max_cache_len=60"):
+        by_tree(model, prompt, prompt, **short_cache(model, 30))
+    with pytest.raises(ValueError, match="`output_attentions` is True"):
+        by_tree(model, prompt, prompt, output_attentions=True)
+    with pytest.raises(ValueError, match="keeps the last 8 keys alone.*pass no cache"):
+        by_tree(get_model("gemma3"), prompt, prompt, **short_cache(get_model("gemma3"), 90))
+    with pytest.raises(ValueError, match="offload"):
+        by_tree(model, prompt, prompt, cache_implementation="offloaded_static")
