@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -28,7 +29,8 @@ class GrowingTensor:
         """`entries` followed by `new`, both `(..., length, size)`; a view that the next call extends."""
         length, num_new = entries.shape[-2], new.shape[-2]
         buffer = self._buffer
-        if buffer is None or not _begins(buffer, entries) or buffer.shape[-2] < length + num_new:
+        is_locked = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
+        if buffer is None or is_locked or not _begins(buffer, entries) or buffer.shape[-2] < length + num_new:
             room = num_new + max(LEAST_ROOM, length // ROOM_FRACTION)
             buffer = entries.new_empty((*entries.shape[:-2], length + room, entries.shape[-1]))
             buffer[..., :length, :] = entries
@@ -61,11 +63,11 @@ class _GrowingUpdate:
         return layer.keys, layer.values
 
 
-@contextmanager
-def growing(cache: Cache) -> Iterator[None]:
-    """Gives room to the layers of a filled cache that keep all their keys and values.
+def give_room(cache: Cache) -> list[DynamicLayer]:
+    """Gives room to the layers of a filled cache that keep all their keys and values, for as long as the cache lives.
 
-    Afterwards the layers are as they were but for what they hold, of which no more than 256 entries or 1.6% is room.
+    Returns:
+        The layers that had none before.
     """
     layers = [
         layer
@@ -76,6 +78,16 @@ def growing(cache: Cache) -> Iterator[None]:
     ]
     for layer in layers:
         layer.update = _GrowingUpdate(layer)
+    return layers
+
+
+@contextmanager
+def growing(cache: Cache) -> Iterator[None]:
+    """Gives room to a filled cache for a while.
+
+    Afterwards the layers are as they were but for what they hold, of which no more than 256 entries or 1.6% is room.
+    """
+    layers = give_room(cache)
     try:
         yield
     finally:

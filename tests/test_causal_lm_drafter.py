@@ -127,6 +127,45 @@ def test_a_chat_goes_on(family, new_only, monkeypatch):
     assert foreign.sequences[:, ids.shape[1] :].tolist() == plain.tolist()
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+def test_the_cache_grows_in_place(family, monkeypatch):
+    """What layers without a window hold is not copied from round to round."""
+    model, places = model_of(family), []
+    propose = CausalLMTreeCandidateGenerator.propose
+
+    def watched(self, context, budget):
+        trees = propose(self, context, budget)
+        layers = self.state.model_kwargs[CACHE_KEY].layers
+        places.append([layer.keys.data_ptr() for layer in layers if "update" in vars(layer)])
+        return trees
+
+    monkeypatch.setattr(CausalLMTreeCandidateGenerator, "propose", watched)
+    generate(model, drafter_of(family), max_new_tokens=60, eos_token_id=None)
+    assert len(places) > 15 and all(now == places[0] for now in places)
+    assert len(places[0]) == {"llama": 3, "gemma3": 1, "qwen3_5": 1}[family]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_an_ordinary_turn_after_inference_mode(family, is_interrupted):
+    """Whatever its drafter's layers keep, which may not be written to any more."""
+    model, drafter = model_of("llama"), drafter_of(family)
+    with torch.inference_mode():
+        first = generate(model, drafter, max_new_tokens=20, eos_token_id=None)
+        if is_interrupted:
+            context = DraftContext(first.sequences, [first.sequences.shape[1] - 1])
+            generator = CausalLMTreeCandidateGenerator(drafter, model, state=first.draft_state)
+            generator.propose(context, 8)
+            assert generator.state.fed is not None
+    seen = torch.cat((first.sequences.clone(), make_prompt(1)), dim=1)
+    plain = model.generate(seen, do_sample=False, pad_token_id=0, max_new_tokens=20, eos_token_id=None)
+    kwargs = {"max_new_tokens": 20, "eos_token_id": None, "attention_mask": torch.ones_like(seen)}
+    state = {CACHE_KEY: first[CACHE_KEY], "draft_state": first.draft_state}
+    second = generate(model, drafter, seen, **kwargs, **state)
+    assert second.sequences.tolist() == plain.tolist()
+
+
 # --- the tree -------------------------------------------------------------------------------------------------------
 
 

@@ -157,3 +157,15 @@ def test_forward_rejects_positions_and_masks_that_do_not_fit() -> None:
 def test_config_rejects(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_drafter(**settings)
+
+
+@pytest.mark.parametrize("call", ["append", "drop_padding"])
+def test_a_context_of_inference_mode_goes_on_outside(call: str) -> None:
+    cache, mask = DFlashContextCache(), torch.tensor([[True, False, True], [False, True, True]])
+    new = torch.randn(2, 2, 1, 3, 4, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        cache._append(0, new, 3, None)
+    if call == "drop_padding":
+        assert cache.drop_padding(mask).all()
+        new = torch.stack((new[:, 0][:, :, [0, 2]], new[:, 1][:, :, [1, 2]]), dim=1)
+    assert torch.equal(cache._append(0, new[..., :1, :], 0, None), torch.cat((new, new[..., :1, :]), dim=3))

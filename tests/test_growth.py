@@ -53,6 +53,14 @@ def test_room_is_small() -> None:
         assert extended.untyped_storage().nbytes() <= 1.02 * entries.untyped_storage().nbytes()
 
 
+def test_what_was_made_in_inference_mode_is_copied_outside() -> None:
+    grower, entries, new = GrowingTensor(), random_entries(5), random_entries(2, seed=1)
+    with torch.inference_mode():
+        entries = grower.extended(entries, new)
+    extended = grower.extended(entries, new)
+    assert torch.equal(extended, torch.cat((random_entries(5), new, new), dim=-2)) and not extended.is_inference()
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
 def test_the_cache_of_a_call_is_stock_and_can_be_gone_on_with(family: str) -> None:

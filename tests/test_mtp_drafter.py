@@ -230,6 +230,24 @@ def test_a_row_drafts_what_it_drafts_alone(pair, family, monkeypatch):
         assert got[: len(expected) - 1] == expected[:-1]
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_the_caches_grow_in_place(num_layers, monkeypatch):
+    target, layers = transformers_pair(num_layers)
+    places = []
+    propose = MTPTreeCandidateGenerator.propose
+
+    def watched(self, context, budget):
+        trees = propose(self, context, budget)
+        places.append([stream.cache.layers[0].keys.data_ptr() for stream in self.state.streams])
+        return trees
+
+    monkeypatch.setattr(MTPTreeCandidateGenerator, "propose", watched)
+    arguments = {"max_new_tokens": 60, "do_sample": False}
+    target.generate(make_prompt(), **arguments, generation_strategy="ddtree", assistant_model=layers, tree_budget=8)
+    # The first token of a layer finds nothing to be written behind.
+    assert len(places) > 15 and all(now == places[1] for now in places[1:])
+
+
 @pytest.mark.parametrize("at_once", [4, 512])
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("batch", [1, 2])

@@ -18,6 +18,7 @@ from ..configuration import DDTreeConfig
 from ..draft_tree import DraftTree, top_candidates
 from ..drafters.causal_lm import check_causal_lm_fits
 from ..growing_tree import GrowingTree, grow_level
+from ..growth import give_room
 from ..placement import execution_device
 from ..rows import CommittedRows
 from ..support import check_cache
@@ -101,7 +102,8 @@ class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
         text_config = drafter.config.get_text_config()
         self._kind = (
             *(type(drafter).__name__, text_config.name_or_path, self._device, drafter.dtype),
-            *(text_config.num_hidden_layers, text_config.hidden_size),
+            # What a cache holds since inference mode may not be written to outside.
+            *(text_config.num_hidden_layers, text_config.hidden_size, torch.is_inference_mode_enabled()),
         )
         if state is None or state.drafter != self._kind:
             state = CausalLMState(self._kind)
@@ -198,6 +200,7 @@ class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
             kwargs["logits_to_keep"] = 1
         drafter._prefill(self._known(token_ids), GenerationConfig(), kwargs)
         check_cache(kwargs[CACHE_KEY])
+        give_room(kwargs[CACHE_KEY])
         state.model_kwargs = {CACHE_KEY: kwargs[CACHE_KEY], "use_cache": True}
         state.num_cached = lengths
         self.num_forwards += 1

@@ -20,6 +20,7 @@ from ..configuration import DDTreeConfig
 from ..draft_tree import DraftTree, top_candidates
 from ..drafters.mtp import MTPDrafter, wrap_mtp_model
 from ..growing_tree import GrowingTree, grow_level
+from ..growth import give_room
 from ..placement import embedding_rows, execution_device, head_logits
 from ..rows import CommittedRows
 from ..support import decoder_layers
@@ -268,6 +269,7 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
             position_ids=position_ids,
             **{CACHE_KEY: stream.cache},
         )
+        give_room(stream.cache)
         fed = Verification(ModelOutput(), None, TreePass(batch, rows.lengths))
         commit(stream.cache, fed, [list(range(count)) for count in counts], rows)
         self.num_forwards += 1

@@ -129,20 +129,24 @@ class _LayerCache:
         num_new = new.shape[3]
         if self._buffer is None or self.length + num_new > self._buffer.shape[3]:
             self._make_room(new, keep)
-        assert self._buffer is not None
-        if self._buffer.is_inference() and not torch.is_inference_mode_enabled():
-            self._buffer = self._buffer.clone()
-        end = self.length + num_new
-        self._buffer[:, :, :, self.length : end] = new
+        buffer, end = self._writable(), self.length + num_new
+        buffer[:, :, :, self.length : end] = new
         self.length += num_context
-        return self._buffer[:, :, :, :end]
+        return buffer[:, :, :, :end]
 
     def select(self, index: Tensor) -> None:
         """Keeps the positions `index (batch, length)` of each row, in this order."""
         if self._buffer is not None:
-            self.length = index.shape[1]
-            expanded = index[None, :, None, :, None].expand(2, -1, self._buffer.shape[2], -1, self._buffer.shape[4])
-            self._buffer[:, :, :, : self.length] = self._buffer.gather(3, expanded)
+            buffer, self.length = self._writable(), index.shape[1]
+            expanded = index[None, :, None, :, None].expand(2, -1, buffer.shape[2], -1, buffer.shape[4])
+            buffer[:, :, :, : self.length] = buffer.gather(3, expanded)
+
+    def _writable(self) -> Tensor:
+        """The buffer, copied if it was made in inference mode and may not be written to any more."""
+        assert self._buffer is not None
+        if self._buffer.is_inference() and not torch.is_inference_mode_enabled():
+            self._buffer = self._buffer.clone()
+        return self._buffer
 
     def _make_room(self, new: Tensor, keep: int | None) -> None:
         """A buffer twice as large as what is needed now, so that copying it costs little per token."""
