@@ -1,6 +1,6 @@
 """Each kind of drafter on the target that ships with the package: tokens per forward and speed.
 
-    python benchmarks/drafters.py --output benchmarks/results/drafters.json --page docs/drafters.md
+    python benchmarks/drafters.py --output benchmarks/results/drafters.json
 
 Float32. Greedy on held-out code, and on prompts made of it that ask for repetition: a fragment twice and its first
 lines once more, or a fragment and half of it quoted. And sampled, where the target hardly ever repeats itself. All
@@ -21,19 +21,19 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from demo_speed import machine, quartiles
+from measure import quartiles
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from transformers import PreTrainedModel
 
 import hf_ddtree
+from hf_ddtree.benchmark.run import describe_machine
 from hf_ddtree.candidate_generators.prompt_lookup import NgramIndex
 from hf_ddtree.demo import demo_prompts
 
 # Noise in the copy of the target that stands for a small causal language model, in standard deviations of a weight.
 NOISE = 0.1
-BEGIN, END = "<!-- figures of benchmarks/drafters.py -->", "<!-- end of figures -->"
 SEED = 0
 
 
@@ -94,7 +94,6 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 96,
     budget: Annotated[str, typer.Option(help='Tree budget: a number, or "auto".')] = "16",
     output: Annotated[Path | None, typer.Option(help="Where to write the raw figures as JSON.")] = None,
-    page: Annotated[Path | None, typer.Option(help="A page to write the table into, between its markers.")] = None,
 ) -> None:
     transformers.logging.set_verbosity_error()
     model, drafter, tokenizer = hf_ddtree.load_demo()
@@ -158,13 +157,9 @@ def main(
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         settings = {"prompts": prompts, "max_new_tokens": max_new_tokens, "tree_budget": budget}
-        report = {"machine": machine(), "settings": settings, "summary": summary, "missing": missing}
-        report |= {"index_milliseconds": index_ms, "runs": runs}
+        report = {"machine": describe_machine(model.device), "settings": settings, "summary": summary}
+        report |= {"missing": missing, "index_milliseconds": index_ms, "runs": runs}
         output.write_text(json.dumps(report, indent=1) + "\n")
-    if page is not None:
-        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-        after = rest.split(END)[1]
-        page.write_text(f"{before}{BEGIN}\n{markdown(summary)}{END}{after}", encoding="utf-8")
     if not all(run["identical"] for run in runs):
         raise SystemExit("Some outputs differ from plain decoding's.")
 
@@ -195,13 +190,6 @@ def cells(summary: dict[str, dict[str, dict[str, Any]]]) -> Iterator[list[str]]:
             entry = of_text.get(text)
             row += ["", ""] if entry is None else [f"{entry['tokens_per_forward']:.2f}", f"{entry['speedup'][1]:.2f}x"]
         yield row
-
-
-def markdown(summary: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """The table of the page."""
-    columns = [column for text in summary["plain"] for column in (f"{text}: tokens per forward", "speed")]
-    rows = [["drafter", *columns], ["---"] * (len(columns) + 1), *cells(summary)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def show(summary: dict[str, dict[str, dict[str, Any]]], missing: dict[str, str]) -> None:

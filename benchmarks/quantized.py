@@ -104,7 +104,10 @@ def main(
     pair, _, tokenizer = hf_ddtree.load_demo()
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}
     options |= {"return_dict_in_generate": True, "output_logits": True}
-    machine = describe_machine(pair) | {"avx512_bf16": bool(has_avx512bf16()), "bitsandbytes": version("bitsandbytes")}
+    machine = describe_machine(pair.device) | {
+        "avx512_bf16": bool(has_avx512bf16()),
+        "bitsandbytes": version("bitsandbytes"),
+    }
     setting = {"prompts": prompts, "max_new_tokens": max_new_tokens, "budget": budget, "dequantize": dequantize}
     summary, rows = {}, {}
     for name in methods or METHODS:

@@ -1,88 +1,128 @@
-"""How long it takes to get from a drafter's logits to a token tree and its ancestor mask, on the CPU.
+"""How long it takes to get from a drafter's logits to a token tree and its ancestor mask, on one core.
 
-Run it with `OMP_NUM_THREADS=1 python benchmarks/tree_building.py`. The logits are random; the larger their scale, the
-sharper the distributions and the deeper the trees. The second table is of trees whose distributions depend on a state:
-two states, as of calibrated trees, or one for each candidate, as of conditional ones.
+    python benchmarks/tree_building.py
+
+The logits are random; the larger their scale, the sharper the distributions and the deeper the trees. Distributions
+of calibrated trees have two states, those of conditional ones a state for each candidate. Calibration costs what it
+takes to learn from a round and to correct the next one's probabilities.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
-import numpy as np
 import torch
+import typer
+from measure import RESULTS, quartiles, save
 from rich.console import Console
 from rich.table import Table
 
-from hf_ddtree.draft_tree import DraftTree, build_tree, top_candidates
+from hf_ddtree.calibration import Calibration
+from hf_ddtree.draft_tree import DraftTree, best_tokens, build_tree, conditional_candidates, top_candidates
 
 VOCABULARY = 512
-REPEATS = 300
-
-
-def milliseconds(call: Callable[..., object], *args: object) -> str:
-    """Median and spread of the time that `call(*args)` takes."""
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        call(*args)
-        times.append(1e3 * (time.perf_counter() - start))
-    low, median, high = np.percentile(times, (10, 50, 90))
-    return f"{median:.3f} ({low:.3f} to {high:.3f})"
+SCALES = 2.0, 6.0
+# Nodes, depth and candidates.
+MARGINAL = (16, 12, 16), (64, 12, 16), (64, 16, 64), (256, 16, 64), (1024, 16, 64)
+CALIBRATED = (16, 12, 16), (64, 12, 64), (1024, 16, 64)
+CONDITIONAL = (16, 11, 16), (16, 11, 32), (64, 11, 32), (1024, 16, 32)
 
 
 def ancestor_mask_of(tree: DraftTree) -> torch.Tensor:
     """Builds the mask anew; a tree keeps the one it has built."""
-    vars(tree).pop("ancestor_mask", None)
-    vars(tree).pop("is_chain", None)
+    for name in ("ancestor_mask", "is_chain", "_parent_list"):
+        vars(tree).pop(name, None)
     return tree.ancestor_mask
 
 
-def time_states(generator: torch.Generator) -> Table:
-    """Trees whose distributions depend on a state."""
-    table = Table(title="With states, milliseconds, median (10th to 90th percentile)")
-    for column in ("budget", "depth", "states", "top-k", "scale", "deepest", "build"):
-        table.add_column(column, justify="right")
-    sizes = ((16, 12, 2, 16), (64, 12, 2, 64), (1024, 16, 2, 64), (16, 12, 16, 16), (64, 12, 16, 16), (64, 12, 32, 32))
-    for budget, depth, states, top_k in (*sizes, (1024, 16, 32, 32)):
-        for scale in (2.0, 6.0):
-            logits = scale * torch.randn(depth, states, VOCABULARY, generator=generator)
-            log_probs, token_ids = top_candidates(logits, top_k)
-            next_state = torch.randint(states, log_probs.shape, generator=generator)
-            arguments = (log_probs, token_ids, 0, budget, "best_first", None, False, next_state)
-            deepest = int(build_tree(*arguments).depths.max())
-            cells = (budget, depth, states, top_k, f"{scale:g}", deepest, milliseconds(build_tree, *arguments))
-            table.add_row(*map(str, cells))
-    return table
+class Timer:
+    """Times calls.
+
+    Args:
+        repeats: How often each.
+    """
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+
+    def __call__(self, call: Callable[..., object], *args: object) -> list[float]:
+        """Quartiles of the milliseconds that `call(*args)` takes."""
+        times = []
+        for _ in range(self._repeats):
+            start = time.perf_counter()
+            call(*args)
+            times.append(1e3 * (time.perf_counter() - start))
+        return quartiles(times)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    table = Table(title="Milliseconds, median (10th to 90th percentile)")
-    for column in ("budget", "depth", "top-k", "scale", "shape", "deepest", "candidates", "build", "mask"):
-        table.add_column(column, justify="left" if column == "shape" else "right")
-    for budget, depth, top_k in ((16, 12, 16), (64, 12, 16), (64, 16, 64), (256, 16, 64), (1024, 16, 64)):
-        for scale in (2.0, 6.0):
+def marginal(timer: Timer, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+    for nodes, depth, top_k in MARGINAL:
+        for scale in SCALES:
             logits = scale * torch.randn(depth, VOCABULARY, generator=generator)
-            log_probs, token_ids = top_candidates(logits, top_k)
+            candidates = top_candidates(logits, top_k)
             for shape in ("best_first", "spine_first"):
-                tree = build_tree(log_probs, token_ids, 0, budget, shape)
-                table.add_row(
-                    str(budget),
-                    str(depth),
-                    str(top_k),
-                    f"{scale:g}",
-                    shape,
-                    str(int(tree.depths.max())),
-                    milliseconds(top_candidates, logits, top_k),
-                    milliseconds(build_tree, log_probs, token_ids, 0, budget, shape, None, False),
-                    milliseconds(ancestor_mask_of, tree),
-                )
-    Console().print(table)
-    Console().print(time_states(generator))
+                arguments = (*candidates, 0, nodes, shape, None, False)
+                yield figures(timer, arguments, f"marginal, {shape}", nodes, depth, top_k, scale) | {
+                    "candidates": timer(top_candidates, logits, top_k)
+                }
+
+
+def calibrated(timer: Timer, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+    for nodes, depth, top_k in CALIBRATED:
+        for scale in SCALES:
+            log_probs, token_ids = top_candidates(scale * torch.randn(depth, VOCABULARY, generator=generator), top_k)
+            calibration, emitted = Calibration(), token_ids[:, 0].tolist()
+
+            def round_of() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                calibration.learn(log_probs, token_ids, emitted)  # noqa: B023
+                return calibration.calibrate(log_probs, token_ids)  # noqa: B023
+
+            probs, tokens, next_state = round_of()
+            arguments = (probs, tokens, 0, nodes, "best_first", None, False, next_state)
+            yield figures(timer, arguments, "calibrated", nodes, depth, top_k, scale) | {
+                "calibration": timer(round_of)
+            }
+
+
+def conditional(timer: Timer, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+    for nodes, depth, top_k in CONDITIONAL:
+        for scale in SCALES:
+            best = best_tokens(scale * torch.randn(depth, VOCABULARY, generator=generator), top_k)
+            scores = torch.randn(depth, top_k, top_k, generator=generator)
+            probs, tokens, next_state = conditional_candidates(*best, scores)
+            arguments = (probs, tokens, 0, nodes, "best_first", None, False, next_state)
+            yield figures(timer, arguments, "conditional", nodes, depth, top_k, scale) | {
+                "candidates": timer(conditional_candidates, *best, scores)
+            }
+
+
+def figures(
+    timer: Timer, arguments: tuple[Any, ...], what: str, nodes: int, depth: int, top_k: int, scale: float
+) -> dict[str, Any]:
+    tree = build_tree(*arguments)
+    about = {"what": what, "nodes": nodes, "depth": depth, "top_k": top_k, "scale": scale}
+    about["deepest"] = int(tree.depths.max())
+    return about | {"build": timer(build_tree, *arguments), "mask": timer(ancestor_mask_of, tree)}
+
+
+def main(
+    repeats: Annotated[int, typer.Option(help="How often each is timed.")] = 300,
+    output: Annotated[Path, typer.Option(help="Where to write the figures as JSON.")] = RESULTS / "tree_building.json",
+) -> None:
+    torch.set_num_threads(1)
+    generator, timer = torch.Generator().manual_seed(0), Timer(repeats)
+    runs = [run for kind in (marginal, calibrated, conditional) for run in kind(timer, generator)]
+    columns = "what", "nodes", "depth", "top_k", "scale", "deepest", "candidates", "calibration", "build", "mask"
+    table = Table(*columns, title="Milliseconds, medians")
+    for run in runs:
+        values = (run.get(column, "") for column in columns)
+        table.add_row(*(f"{value[1]:.3f}" if isinstance(value, list) else str(value) for value in values))
+    Console(width=110).print(table)
+    save(output, {}, runs, repeats=repeats)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from itertools import chain, islice, repeat
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .candidate_generators.base import DraftContext, TreeCandidateGenerator
-from .draft_tree import DraftTree
+from .configuration import TreeShape
+from .draft_tree import DraftTree, build_tree
 
 
 class OracleTreeCandidateGenerator(TreeCandidateGenerator):
@@ -85,6 +87,61 @@ class OracleTreeCandidateGenerator(TreeCandidateGenerator):
     def _distinct_tokens(self, count: int, without: int | None) -> list[int]:
         candidates = [token for token in range(self._vocab_size) if token != without]
         return self._random.sample(candidates, min(count, len(candidates)))
+
+
+class SetAccuracyGenerator(TreeCandidateGenerator):
+    """Drafts like a calibrated drafter: at each position the right token has rank `r` with probability `a (1 - a)^r`.
+
+    Which rank it has is the same whenever the position is drafted, so that chains and trees get the same drafts.
+
+    Args:
+        sequence: `(length,)`, tokens of the prompt and of what plain decoding makes of it.
+        vocab_size: What else it drafts is drawn from the tokens below.
+        accuracy: `a`, how often its first guess at a position is right.
+        shape: As in `DDTreeConfig.tree_shape`.
+        horizon: How many positions it drafts.
+        top_k: How many candidates each has.
+        seed: Seed of the generator's own random numbers.
+    """
+
+    def __init__(
+        self,
+        sequence: Tensor,
+        vocab_size: int,
+        accuracy: float,
+        shape: TreeShape = "best_first",
+        horizon: int = 15,
+        top_k: int = 8,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self._sequence = sequence.tolist()
+        self._vocab_size = vocab_size
+        self._shape: TreeShape = shape
+        self._horizon = horizon
+        self._random = random.Random(seed)
+        self._ranks = [int(math.log(1 - self._random.random(), 1 - accuracy)) for _ in self._sequence]
+        log_probs = [math.log(accuracy) + rank * math.log(1 - accuracy) for rank in range(top_k)]
+        self._log_probs = torch.tensor(log_probs).expand(horizon, -1)
+
+    def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
+        emitted = context.input_ids[0].tolist()
+        is_true = emitted == self._sequence[: len(emitted)]
+        log_probs, token_ids = self.candidates(len(emitted) if is_true else len(self._sequence))
+        return [build_tree(log_probs, token_ids, emitted[-1], budget, self._shape)]
+
+    def candidates(self, position: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and tokens `(horizon, top_k)` at a position and those that follow, best first."""
+        top_k = self._log_probs.shape[1]
+        truth = zip(self._sequence[position:], self._ranks[position:])
+        token_ids = []
+        for right, rank in islice(chain(truth, repeat((-1, top_k))), self._horizon):
+            drawn = self._random.sample(range(self._vocab_size), top_k + 1)
+            candidates = [token for token in drawn if token != right][:top_k]
+            if rank < top_k:
+                candidates[rank] = right
+            token_ids.append(candidates)
+        return self._log_probs, torch.tensor(token_ids)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ import copy
 import json
 import math
 import platform
-import random
 import statistics
 import time
 import warnings
@@ -39,7 +38,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_ddtree
 from hf_ddtree.demo import demo_prompts
-from hf_ddtree.draft_tree import build_tree
+from hf_ddtree.testing import SetAccuracyGenerator
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 2}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -59,39 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 DTYPES = (torch.bfloat16, torch.float16)
 BUDGETS = (16, 32, 64)
-HORIZON = 15
-
-
-class SetAccuracyGenerator(hf_ddtree.TreeCandidateGenerator):
-    """Drafts like a calibrated drafter: at each depth the right token has rank `r` with probability `a (1 - a)^r`.
-
-    Args:
-        sequence: Tokens of the prompt and of what plain decoding makes of it.
-        vocab_size: What else it drafts is drawn from the tokens below.
-        accuracy: `a`, how often its first guess at a depth is right.
-        shape: As in `DDTreeConfig.tree_shape`.
-    """
-
-    def __init__(self, sequence: Tensor, vocab_size: int, accuracy: float, shape: str = "best_first") -> None:
-        super().__init__()
-        self._sequence = sequence.tolist()
-        self._vocab_size = vocab_size
-        self._accuracy = accuracy
-        self._shape = shape
-        self._random = random.Random(0)
-
-    def propose(self, context: hf_ddtree.DraftContext, budget: int) -> list[hf_ddtree.DraftTree]:
-        top_k = 8
-        emitted = context.input_ids[0].tolist()
-        truth = self._sequence[len(emitted) :] if emitted == self._sequence[: len(emitted)] else []
-        token_ids = torch.tensor([self._random.sample(range(self._vocab_size), top_k) for _ in range(HORIZON)])
-        for candidates, right in zip(token_ids, truth):
-            rank = int(math.log(1 - self._random.random(), 1 - self._accuracy))
-            candidates[candidates == right] = candidates[min(rank, top_k - 1)]
-            if rank < top_k:
-                candidates[rank] = right
-        log_probs = torch.tensor([math.log(self._accuracy) + r * math.log(1 - self._accuracy) for r in range(top_k)])
-        return [build_tree(log_probs.expand(HORIZON, -1), token_ids, emitted[-1], budget, shape=self._shape)]
+HORIZON = 15  # of the generator of set accuracy
 
 
 def make_model(family: str, device: str, dtype: torch.dtype, layers: int, hidden: int, vocab: int) -> PreTrainedModel:

@@ -104,7 +104,7 @@ def benchmark(
             tokens = run.pop("tokens_of_rows")
             run["identical"] = None if tokens is None else tokens == plain
             log.add(run)
-    report = Report({"settings": settings, "machine": describe_machine(model)}, log.runs())
+    report = Report({"settings": settings, "machine": describe_machine(model.device)}, log.runs())
     if output_dir is not None and len(report.runs) == len(batches) * len(temperatures) * len(methods):
         report.save(Path(output_dir) / "report.json")
     return report
@@ -228,9 +228,8 @@ class RunLog:
                     continue  # cut off when the process was stopped
 
 
-def describe_machine(model: PreTrainedModel) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     """What the figures are from: processor or GPU, threads, and versions."""
-    device = model.device
     cpu_info = Path("/proc/cpuinfo")
     names = cpu_info.read_text().splitlines() if cpu_info.exists() else []
     cpu = next((line.split(":")[1].strip() for line in names if line.startswith("model name")), platform.processor())

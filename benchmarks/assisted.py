@@ -1,0 +1,284 @@
+"""Chain and trees against Transformers' own assisted decoding, with the same drafter, on targets with full attention.
+
+    python benchmarks/assisted.py
+
+Float32, greedy, random weights. Drafters are as accurate as they are told to be: at each position the right token has
+rank `r` with probability `a (1 - a)^r`, the same one for every method, and they state just that.
+
+- `oracle`: a Qwen3 of 100 M parameters. Drafts cost nothing. Transformers verifies the chain that the package's
+  generator gives it through `get_candidates`.
+- `native`: a Muse Glimmer of 40 M parameters, and a DFlash drafter of Transformers' own class. The drafter's forward
+  runs, and what its last norm gives is replaced by hidden states from which the target's head makes the drafts.
+
+Transformers' loop does not draft before the prompt was read, nor does the package's. All methods run one after the
+other on each prompt, in an order that rotates; every output is compared with plain decoding's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import torch
+import transformers
+import typer
+from measure import RESULTS, Stopwatch, against, alternate, require_identical, save, summarise
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_ddtree.testing import SetAccuracyGenerator
+
+LENGTHS = 7, 15
+NODES = 8, 16, 32
+PROMPT_LENGTH = 64
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+OURS, THEIRS = "chain of", "Transformers, chain of"
+
+
+class AssistedGenerator(SetAccuracyGenerator):
+    """Drafts for Transformers' loop, and nothing before the first forward."""
+
+    def __init__(self, prompt_length: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prompt_length = prompt_length
+
+    def get_candidates(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if input_ids.shape[1] == self._prompt_length:
+            return input_ids, None
+        return super().get_candidates(input_ids, *args, **kwargs)
+
+
+@contextmanager
+def assisting(model: PreTrainedModel, generator: SetAccuracyGenerator) -> Iterator[dict[str, Any]]:
+    """Puts a generator into Transformers' assisted decoding, and gives the argument that asks for that."""
+    with patch.object(type(model), "_get_candidate_generator", lambda self, **_: generator):
+        yield {"prompt_lookup_num_tokens": 1}
+
+
+class HiddenDrafts:
+    """Makes a native drafter draft what a generator drafts, at the cost of its own forward.
+
+    Args:
+        drafter: The drafter. Its rotary embedding is told where the block stands, and its last norm gives the hidden
+            states, in Transformers' loop as in the package's.
+        head: Weight of the target's output head, `(vocab, hidden)`.
+    """
+
+    # Logit of a token of probability 1; those that are no candidates stay far below.
+    LOGIT = 20.0
+
+    def __init__(self, drafter: PreTrainedModel, head: Tensor) -> None:
+        self.generator: SetAccuracyGenerator | None = None
+        self._head = head
+        self._block_size = drafter.config.block_size
+        self._root = 0
+        drafter.rotary_emb.register_forward_pre_hook(self._note_position)
+        drafter.norm.register_forward_hook(self._replace)
+
+    def _note_position(self, module: Any, args: tuple[Tensor, Tensor]) -> None:
+        self._root = int(args[1][0, -self._block_size])
+
+    def _replace(self, module: Any, args: Any, hidden_states: Tensor) -> Tensor:
+        assert self.generator is not None
+        log_probs, token_ids = self.generator.candidates(self._root + 1)
+        rows = self._head[token_ids]
+        # The hidden state in the span of the candidates' rows that gives them these logits.
+        weights = torch.linalg.solve(rows @ rows.mT, (self.LOGIT + log_probs)[..., None])
+        hidden_states = hidden_states.clone()
+        hidden_states[0, 1 - self._block_size :] = (rows.mT @ weights)[..., 0]
+        return hidden_states
+
+
+def scale(model: PreTrainedModel) -> PreTrainedModel:
+    """Gives a model weights that keep activations at unit scale, so that no two tokens are tied."""
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(std=0.3 if "embed_tokens" in name else 1.3 / math.sqrt(weight.shape[-1]))
+    return model.eval().requires_grad_(False)
+
+
+def make_qwen3(is_small: bool) -> PreTrainedModel:
+    size = (64, 192, 2, 1) if is_small else (768, 2304, 12, 12)
+    hidden, intermediate, layers, heads = size
+    config = transformers.Qwen3Config(
+        vocab_size=16_000,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 3),
+        head_dim=64,
+        tie_word_embeddings=False,
+        **NO_TOKENS,
+    )
+    torch.manual_seed(0)
+    return scale(transformers.Qwen3ForCausalLM(config))
+
+
+def make_native_pair(is_small: bool, block_size: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+    shape = {"hidden_size": 512, "intermediate_size": 128 if is_small else 1536, "head_dim": 64}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+    layers = 2 if is_small else 10
+    text = transformers.MuseGlimmerTextConfig(
+        vocab_size=8000,
+        num_hidden_layers=layers,
+        layer_types=["full_attention"] * layers,
+        output_multiplier=1.0,
+        final_logit_softcapping=1e4,
+        **shape,
+        **NO_TOKENS,
+    )
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.MuseGlimmerConfig(text_config=text.to_dict(), vision_config=vision)
+    model = scale(transformers.MuseGlimmerForConditionalGeneration(config))
+    drafter = transformers.MuseGlimmerAssistantModel(
+        transformers.MuseGlimmerAssistantConfig(
+            num_hidden_layers=2,
+            layer_types=["full_attention"] * 2,
+            block_size=block_size,
+            mask_token_id=1,
+            target_layer_ids=[0, layers - 1],
+            **shape,
+        )
+    )
+    return model, scale(drafter)
+
+
+def prompts_of(vocab_size: int, count: int) -> list[dict[str, Tensor]]:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, vocab_size, (count, 1, PROMPT_LENGTH), generator=generator)
+    return [{"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} for prompt in ids]
+
+
+def measure_oracle(prompts: int, tokens: int, accuracy: float, is_small: bool) -> list[dict[str, Any]]:
+    model = make_qwen3(is_small)
+    stopwatch = Stopwatch(model)
+    sequences: dict[int, Tensor] = {}
+
+    def run(method: str, prompt: dict[str, Tensor]) -> tuple[dict[str, Any], list[list[int]]]:
+        if method == "plain":
+            return stopwatch.run(prompt, tokens)
+        settings = sequences[id(prompt)], model.config.vocab_size, accuracy
+        number = int(method.split()[-1])
+        if method.startswith(THEIRS):
+            generator = AssistedGenerator(PROMPT_LENGTH, *settings, shape="chain", horizon=number)
+            with assisting(model, generator) as arguments:
+                return stopwatch.run(prompt, tokens, **arguments)
+        is_chain = method.startswith(OURS)
+        generator = SetAccuracyGenerator(*settings, shape="chain" if is_chain else "best_first")
+        strategy = "dflash" if is_chain else "ddtree"
+        return stopwatch.run(
+            prompt, tokens, candidate_generator=generator, generation_strategy=strategy, tree_budget=number
+        )
+
+    methods = ["plain", *(f"{whose} {length}" for length in LENGTHS for whose in (THEIRS, OURS))]
+    methods += [f"tree of {nodes}" for nodes in NODES]
+    return measure("oracle", model, prompts_of(model.config.vocab_size, prompts), tokens, methods, run, sequences)
+
+
+def measure_native(prompts: int, tokens: int, accuracy: float, is_small: bool) -> list[dict[str, Any]]:
+    length = min(LENGTHS)
+    model, drafter = make_native_pair(is_small, length + 1)
+    vocab_size = model.config.get_text_config().vocab_size
+    stopwatch = Stopwatch(model)
+    drafts = HiddenDrafts(drafter, model.get_output_embeddings().weight)
+    sequences: dict[int, Tensor] = {}
+
+    def run(method: str, prompt: dict[str, Tensor]) -> tuple[dict[str, Any], list[list[int]]]:
+        arguments: dict[str, Any] = {}
+        if method != "plain":
+            drafts.generator = SetAccuracyGenerator(sequences[id(prompt)], vocab_size, accuracy, horizon=length)
+            arguments = {"assistant_model": drafter, "tree_budget": int(method.split()[-1])}
+            arguments["generation_strategy"] = "dflash" if method.startswith(OURS) else "ddtree"
+        if method.startswith(THEIRS):
+            arguments = {"assistant_model": drafter, "speculation_type": "dflash"}
+        return stopwatch.run(prompt, tokens, **arguments)
+
+    methods = ["plain", f"{THEIRS} {length}", f"{OURS} {length}", *(f"tree of {nodes}" for nodes in NODES)]
+    return measure("native", model, prompts_of(vocab_size, prompts), tokens, methods, run, sequences)
+
+
+def measure(
+    pair: str,
+    model: PreTrainedModel,
+    prompts: list[dict[str, Tensor]],
+    tokens: int,
+    methods: list[str],
+    run: Any,
+    sequences: dict[int, Tensor],
+) -> list[dict[str, Any]]:
+    """Finds out what plain decoding makes of each prompt, and then runs all methods."""
+    for prompt in prompts:
+        sequences[id(prompt)] = model.generate(**prompt, max_new_tokens=tokens, do_sample=False)[0]
+    for method in methods:
+        run(method, prompts[0])
+    return [{"pair": pair, **one} for one in alternate(methods, prompts, run, pair)]
+
+
+def conclude(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The methods' figures, and those of our chains and best tree against Transformers' chains."""
+    methods = summarise(runs)
+
+    def best(start: str) -> str:
+        return max(
+            (name for name in methods if name.startswith(start)), key=lambda name: methods[name]["against_plain"][1]
+        )
+
+    theirs, tree = best(THEIRS), best("tree")
+    lengths = [name.split()[-1] for name in methods if name.startswith(OURS)]
+    return {
+        "methods": methods,
+        "best_tree": tree,
+        "best_chain_of_transformers": theirs,
+        "tree_against_chain_of_transformers": against(runs, tree, theirs),
+        "chain_against_chain_of_transformers": {
+            length: against(runs, f"{OURS} {length}", f"{THEIRS} {length}") for length in lengths
+        },
+    }
+
+
+def show(pair: str, entry: dict[str, Any]) -> None:
+    table = Table("method", "tokens/s", "quartiles", "against plain", "tokens/forward", "round ms", title=pair)
+    for method, figures in entry["methods"].items():
+        low, median, high = figures["tokens_per_second"]
+        cells = [method, f"{median:.1f}", f"{low:.1f}-{high:.1f}", f"{figures['against_plain'][1]:.2f}"]
+        cells += [f"{figures['tokens_per_forward']:.2f}", f"{figures['round_ms']['whole']:.1f}"]
+        table.add_row(*cells)
+    console = Console(width=110)
+    console.print(table)
+    tree = entry["tree_against_chain_of_transformers"]
+    console.print(f"{entry['best_tree']} against {entry['best_chain_of_transformers']}: {tree[1]:.3f} ({tree})")
+    for length, chain in entry["chain_against_chain_of_transformers"].items():
+        console.print(f"chain of {length} against Transformers' of {length}: {chain[1]:.3f} ({chain})")
+
+
+def main(
+    prompts: Annotated[int, typer.Option(help="Prompts for each pair.")] = 10,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 64,
+    accuracy: Annotated[float, typer.Option(help="How often the first guess at a position is right.")] = 0.7,
+    small: Annotated[bool, typer.Option(help="Small models, to see that the script works.")] = False,
+    output: Annotated[Path, typer.Option(help="Where to write the figures as JSON.")] = RESULTS / "assisted.json",
+) -> None:
+    transformers.logging.set_verbosity_error()
+    runs: list[dict[str, Any]] = []
+    summary = {}
+    for measure_pair in (measure_oracle, measure_native):
+        of_pair = measure_pair(prompts, tokens, accuracy, small)
+        runs += of_pair
+        pair = of_pair[0]["pair"]
+        summary[pair] = conclude(of_pair)
+        show(pair, summary[pair])
+    save(output, summary, runs, tokens=tokens, accuracy=accuracy)
+    require_identical(runs)
+
+
+if __name__ == "__main__":
+    typer.run(main)

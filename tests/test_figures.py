@@ -1,0 +1,159 @@
+"""The scripts that measure, at their smallest, and the pages that are written from what they find."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def script(name: str) -> Any:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of results: small ones of the scripts, and the committed ones of others."""
+    folder = tmp_path_factory.mktemp("results")
+    for name in ("drafters", "tree_probabilities", "demo_replay"):
+        shutil.copy(FOLDER / "results" / f"{name}.json", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["benchmarks/some.py", "--output", "elsewhere", "--prompts", "1"])
+        patch.setattr(script("context"), "CACHED", 256)
+        patch.setattr(script("tree_operator"), "NODES", (8, 32))
+        patch.setattr(script("auto_budget"), "SETTINGS", ("plain", "chain", "tree:4", "tree:16"))
+        patch.setattr(script("tree_building").torch, "set_num_threads", lambda number: None)
+        auto_budget = script("auto_budget").main
+        for workload in ("random drafter", "code"):
+            auto_budget(prompts=1, tokens=6, workloads=[workload], output=folder / "auto_budget.json")
+        script("context").main(prompts=1, tokens=6, longest=1024, output=folder / "context.json")
+        script("tree_operator").main(repeats=1, output=folder / "tree_operator.json")
+        script("tree_building").main(repeats=1, output=folder / "tree_building.json")
+        script("assisted").main(prompts=1, tokens=16, accuracy=0.5, small=True, output=folder / "assisted.json")
+    return folder
+
+
+def load(results: Path, name: str) -> Any:
+    return json.loads((results / f"{name}.json").read_text())
+
+
+def test_every_run_is_kept_with_what_it_was(results: Path) -> None:
+    for name in ("auto_budget", "context", "tree_operator", "tree_building", "assisted"):
+        about = load(results, name)["about"]
+        assert about["command"] == "python benchmarks/some.py --prompts 1"
+        assert set(about["machine"]) >= {"device", "threads", "python", "torch", "transformers"}
+    runs = [run for name in ("auto_budget", "context", "assisted") for run in load(results, name)["runs"]]
+    assert all(run["identical"] and run["seconds"] > 0 for run in runs)
+    assert all(abs(sum(run["round_ms"].values()) / run["round_ms"]["whole"] - 2) < 0.5 for run in runs)
+
+
+def test_methods_rotate_and_are_compared() -> None:
+    measure, order = script("measure"), []
+
+    def run(method: str, prompt: int) -> tuple[dict[str, Any], list[list[int]]]:
+        order.append(method)
+        sequences = {"plain": [[1, 2, 3]], "short": [[1, 2]], "wrong": [[1, 3, 3]], "long": [[1, 2, 3, 4]]}
+        seconds = {"plain": 4.0, "short": 2.0, "wrong": 1.0, "long": 4.0}[method] * (prompt + 1)
+        parts = {"whole": seconds, "outside": seconds / 4}
+        return {"tokens": 8, "rows": 1, "rounds": 4, "seconds": seconds, "round_ms": parts}, sequences[method]
+
+    runs = measure.alternate(["plain", "short", "wrong", "long"], [0, 1, 2], run, "test")
+    assert order[:8] == ["plain", "short", "wrong", "long", "short", "wrong", "long", "plain"]
+    assert {run["method"] for run in runs if not run["identical"]} == {"wrong", "long"}
+    with pytest.raises(SystemExit, match="long, wrong"):
+        measure.require_identical(runs)
+    summary = measure.summarise(runs)
+    assert summary["short"]["tokens_per_second"] == [1.6667, 2.0, 3.0]
+    assert summary["short"]["against_plain"] == [2.0, 2.0, 2.0] == measure.against(runs, "wrong", "short")
+    assert summary["wrong"]["identical"] == 0 and summary["wrong"]["tokens_per_forward"] == 2
+    assert summary["plain"]["round_ms"] == {"whole": 8.0, "outside": 2.0}
+
+
+def test_a_workload_is_added_to_the_file(results: Path) -> None:
+    found = load(results, "auto_budget")
+    assert list(found["summary"]) == ["code", "random drafter"]
+    for name in found["summary"]:
+        runs = [run for run in found["runs"] if run["workload"] == name]
+        assert [run["method"] for run in runs] == ["plain", "chain", "tree:4", "tree:16", "auto, first use", "auto"]
+        assert {run["tokens"] for run in runs} == {5}
+
+
+def test_equal_drafters_are_right_equally_often(results: Path) -> None:
+    for entry in load(results, "assisted")["summary"].values():
+        tokens = {method: figures["tokens_per_forward"] for method, figures in entry["methods"].items()}
+        assert tokens["chain of 7"] == tokens["Transformers, chain of 7"] > 1
+        assert tokens["tree of 32"] > tokens["chain of 7"]
+
+
+def test_the_operator_keeps_less_than_the_loop(results: Path) -> None:
+    for run in load(results, "tree_operator")["runs"]:
+        assert run["error"] < 1e-5
+        # A state has d_k * d_v numbers a node, the factors d_k + d_v + 1.
+        assert 10 < run["loop_bytes"] / run["operator_bytes"] < 64
+
+
+def test_memory_is_counted_by_storage() -> None:
+    context = script("context")
+    with context.StorageCounter() as counter:
+        kept = [context.torch.zeros(1000, dtype=context.torch.float32) for _ in range(3)]
+        view = kept[0][:10] + 1
+        del kept[1:]
+    assert counter.peak == 3 * 4000 + 40 and counter.steady() == 4000 + 40
+    assert len(view) == 10
+
+
+PAGE = "Before.\n<!-- figures: overview -->\nold\n<!-- end of figures -->\nAfter {1}.\n"
+
+
+def test_figures_are_those_of_the_file(results: Path) -> None:
+    write_page = script("write_page")
+    page = write_page.filled(PAGE, results)
+    methods = load(results, "auto_budget")["summary"]["code"]["methods"]
+    for name, label in (("chain", 'chain (`"dflash"`)'), ("tree:16", "tree of 16 nodes")):
+        speed, ratio = (methods[name][key][1] for key in ("tokens_per_second", "against_plain"))
+        assert f"| {label} | {speed:.1f} | {ratio:.2f}x | {methods[name]['tokens_per_forward']:.2f} |\n" in page
+    assert page.startswith("Before.\n<!-- figures: overview -->\n`python benchmarks/some.py --prompts 1`")
+    assert page.endswith("|\n<!-- end of figures -->\nAfter {1}.\n") and "old" not in page
+    assert write_page.filled(page, results) == page
+
+
+@pytest.mark.parametrize("name", sorted(script("write_page").BLOCKS))
+def test_tables_are_whole(results: Path, name: str) -> None:
+    write_page = script("write_page")
+    page = write_page.filled(PAGE.replace("overview", name), results)
+    tables = [block.splitlines() for block in page.split("\n\n") if "| --- |" in block]
+    assert tables
+    for table in tables:
+        columns = {line.count("|") for line in table if line.startswith("|")}
+        assert len(columns) == 1
+    assert f"<!-- figures: {name} -->" in page and "nan" not in page
+
+
+def test_a_page_that_asks_for_unknown_figures_is_refused(results: Path) -> None:
+    with pytest.raises(ValueError, match="'speed', but there are overview"):
+        script("write_page").filled(PAGE.replace("overview", "speed"), results)
+
+
+def test_check_finds_a_stale_page(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_page = script("write_page")
+    monkeypatch.setattr(write_page, "ROOT", tmp_path)
+    monkeypatch.setattr(write_page, "PAGES", ("page.md",))
+    monkeypatch.setattr(write_page, "RESULTS", results)
+    (tmp_path / "page.md").write_text(PAGE)
+    with pytest.raises(SystemExit, match=r"page\.md"):
+        write_page.main(check=True)
+    assert (tmp_path / "page.md").read_text() == PAGE
+    write_page.main(check=False)
+    write_page.main(check=True)
+    assert "old" not in (tmp_path / "page.md").read_text()
