@@ -173,7 +173,8 @@ class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
                     break
                 path.append(child)
             paths.append(path)
-        self._commit(paths)
+        with recording_past(state.model_kwargs[CACHE_KEY]):
+            self._commit(paths)
 
     def _prefill(self) -> None:
         """Fills the drafter's cache with what precedes the roots."""
