@@ -364,8 +364,6 @@ def build_tree(
 
     if states is None:
         all_parents, all_ranks, pair_ends = _rank_pairs(budget, width)
-    is_small = states is not None and states.shape[1] == 2 and budget <= _MOST_CACHED_PARENTS
-    pairs_by_state = _cached_pairs_by_state if is_small else _rank_pairs_by_state
 
     # A prefix is known by its place in the concatenation of all levels; level 0 is the root. A level's candidates are
     # known by their place in its flat array.
@@ -381,11 +379,13 @@ def build_tree(
             pair_parent, entry = all_parents[:pairs], all_ranks[:pairs]
         else:
             reach = len(frontier) if spine is not None else int(frontier.searchsorted(limit))
-            pair_parent, pair_rank = pairs_by_state(in_state[:reach].tobytes(), budget, width)
+            pair_parent, pair_rank = _pairs_by_state(in_state[:reach], budget, width)
             entry = in_state.take(pair_parent) * row + pair_rank
         pair_costs = frontier.take(pair_parent)
         pair_costs += costs[level].take(entry)
         within = (pair_costs < limit).nonzero()[0]
+        if len(within) > budget:
+            within = (pair_costs <= np.partition(pair_costs, budget - 1)[budget - 1]).nonzero()[0]
         if len(within) > 1:
             within = within.take(pair_costs.take(within).argsort(kind="stable")[:budget])
         if spine is not None:
@@ -450,13 +450,14 @@ def _rank_pairs(budget: int, width: int) -> tuple[np.ndarray, np.ndarray, list[i
     return parents, ranks, parents.searchsorted(np.arange(budget + 1)).tolist()
 
 
-def _rank_pairs_by_state(states: bytes, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def _pairs_by_state(in_state: np.ndarray, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """`_rank_pairs` where parents compete with those of their own state alone, for all of the parents.
 
     Args:
-        states: `(parents,)` int64, the state of each parent, the best parent first; as bytes.
+        in_state: `(parents,)` int64, the state of each parent, the best parent first.
     """
-    in_state = np.frombuffer(states, dtype=np.int64)
+    if len(in_state) * width <= MANY_PAIRS:
+        return _all_pairs(len(in_state), width)
     order = in_state.argsort(kind="stable")
     by_state = in_state.take(order)
     ranks = np.empty_like(order)
@@ -464,9 +465,13 @@ def _rank_pairs_by_state(states: bytes, budget: int, width: int) -> tuple[np.nda
     return _pairs_of(ranks, budget, width)
 
 
-# With two states and few parents the same orders of states come up again and again.
-_cached_pairs_by_state = lru_cache(maxsize=256)(_rank_pairs_by_state)
-_MOST_CACHED_PARENTS = 128
+# Up to so many pairs it takes less time to look at all of them than to find out which can be among the best.
+MANY_PAIRS = 2**13
+
+
+@lru_cache(maxsize=256)
+def _all_pairs(parents: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(parents).repeat(width), np.tile(np.arange(width), parents)
 
 
 def _pairs_of(parent_ranks: np.ndarray, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -161,12 +161,7 @@ def commit(
     committed = _CommittedPaths(paths, tree_pass.trees.num_nodes, before, rows.num_cached)
     stateful = _stateful_layers(cache)
     _advance_states(stateful, tree_pass, committed)
-    for layer, inputs in zip(stateful, tree_pass.conv_inputs):
-        states = committed.last_entries(inputs, layer.conv_kernel_size[0], dim=-1)
-        if layer.record_past:
-            layer.conv_states[0] = states
-        else:
-            layer.conv_states[0].copy_(states)
+    _keep_conv_inputs(stateful, tree_pass, committed)
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             kept = min(layer.sliding_window - 1, rows.num_cached)
@@ -194,13 +189,37 @@ def _advance_states(layers: list[LinearAttentionLayer], tree_pass: TreePass, com
     if committed.is_empty:
         return
     states = [layer.recurrent_states[0] for layer in layers if layer.recurrent_states[0] is not None]
-    alike: dict[Any, list[int]] = {}
-    for index, factors in enumerate(tree_pass.path_factors):
-        shapes = factors.log_decay.shape, factors.left.shape, factors.right.shape
-        alike.setdefault((factors.left.device, shapes), []).append(index)
-    for (device, _), indices in alike.items():
+    kinds = [
+        (factors.left.device, factors.log_decay.shape, factors.left.shape, factors.right.shape)
+        for factors in tree_pass.path_factors
+    ]
+    for (device, *_), indices in _alike(kinds):
         factors_of_kind = [tree_pass.path_factors[index] for index in indices]
         advance_states([states[index] for index in indices], factors_of_kind, *committed.on(device))
+
+
+def _keep_conv_inputs(layers: list[LinearAttentionLayer], tree_pass: TreePass, committed: _CommittedPaths) -> None:
+    """Commits the last inputs of the convolutions, layers that are alike together."""
+    kinds = [
+        (layer.conv_kernel_size[0], inputs.shape, inputs.dtype, inputs.device)
+        for layer, inputs in zip(layers, tree_pass.conv_inputs)
+    ]
+    for (kernel_size, *_), indices in _alike(kinds):
+        of_kind = torch.cat([tree_pass.conv_inputs[index] for index in indices], dim=1)
+        kept = committed.last_entries(of_kind, kernel_size, dim=-1).chunk(len(indices), dim=1)
+        for index, inputs in zip(indices, kept):
+            if layers[index].record_past:
+                layers[index].conv_states[0] = inputs.contiguous()
+            else:
+                layers[index].conv_states[0].copy_(inputs)
+
+
+def _alike(kinds: Sequence[Hashable]) -> Iterable[tuple[Any, list[int]]]:
+    """Each kind with the places where it stands."""
+    places: dict[Hashable, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(place)
+    return places.items()
 
 
 class _CommittedPaths:

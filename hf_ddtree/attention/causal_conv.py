@@ -47,19 +47,19 @@ def tree_causal_conv(
     Returns:
         `(batch, channels, n)` in the dtype of `hidden_states`.
     """
-    inputs = hidden_states.to(weight.dtype)
-    batch_size, num_channels, _ = inputs.shape
-    if batch_size == 1:
-        gathered = inputs.index_select(2, windows.flatten())
+    # Gathering whole rows of channels is several times faster than gathering within each channel.
+    inputs = hidden_states.to(weight.dtype).transpose(1, 2).contiguous()
+    if len(inputs) == 1:
+        gathered = inputs.index_select(1, windows.flatten())
     else:
-        gathered = inputs.gather(2, windows.flatten(1)[:, None].expand(-1, num_channels, -1))
+        gathered = inputs.gather(1, windows.flatten(1)[..., None].expand(-1, -1, inputs.shape[2]))
     # In half precision a convolution rounds once, at its end.
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    gathered = gathered.view(batch_size, num_channels, *windows.shape[1:]).to(dtype)
-    output = (gathered * weight.to(dtype)[:, None]).sum(-1)
+    gathered = gathered.unflatten(1, windows.shape[1:]).to(dtype)
+    output = (gathered * weight.to(dtype).t().contiguous()).sum(2)
     if bias is not None:
-        output = output + bias[:, None]
+        output = output + bias
     output = output.to(weight.dtype)
     if activation is not None:
         output = ACT2FN[activation](output)
-    return output.to(hidden_states.dtype)
+    return output.to(hidden_states.dtype).transpose(1, 2)

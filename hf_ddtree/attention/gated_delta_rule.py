@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .path_state import PathDecay, PathFactors
+from .path_state import PathFactors, path_decay
 
 
 def tree_gated_delta_rule(
@@ -47,31 +47,25 @@ def tree_gated_delta_rule(
     Returns:
         `(batch, n, heads, d_v)` in the dtype of `query`, and the factors.
     """
-    num_nodes, key_dim = key.shape[1], key.shape[-1]
-    groups = value.shape[2] // key.shape[2]
-    # Queries and keys meet the same matrices, so both go through them stacked.
-    query_key = torch.stack((query, key)).float().transpose(2, 3)
+    batch_size, num_nodes, num_heads, _ = value.shape
+    # Queries and keys meet the same matrices, so both go through them as one.
+    query_key = torch.cat((query, key), dim=1).float().transpose(1, 2)
     if use_qk_l2norm_in_kernel:
         query_key = query_key * torch.rsqrt((query_key * query_key).sum(-1, keepdim=True) + 1e-6)
-    if groups > 1:
-        query_key = query_key.repeat_interleave(groups, dim=2)
-    query_key = torch.cat((query_key[0] * key_dim**-0.5, query_key[1]), dim=2)
+    if num_heads > key.shape[2]:
+        query_key = query_key.repeat_interleave(num_heads // key.shape[2], dim=1)
     keys = query_key[:, :, num_nodes:]
-    values = value.float().transpose(1, 2)
     strength = beta.float().transpose(1, 2)[..., None]
+    between, from_root = path_decay(g, ancestor_mask)
 
-    path_decay = PathDecay(g, ancestor_mask)
-    between = path_decay.between(ancestor_mask[:, None])
-    from_root = path_decay.from_root()[..., None]
-
-    attention, key_products = (query_key @ keys.transpose(-1, -2)).split(num_nodes, dim=2)
+    products = (query_key @ keys.mT).view(batch_size, num_heads, 2, num_nodes, num_nodes) * between[:, :, None]
     from_state, predicted = (query_key @ initial_state.float()).split(num_nodes, dim=2)
     updates = torch.linalg.solve_triangular(
-        strength * key_products * between,
-        strength * (values - from_root * predicted),
+        strength * products[:, :, 1],
+        strength * torch.addcmul(value.float().transpose(1, 2), from_root, predicted, value=-1),
         upper=False,
         unitriangular=True,
     )
-    output = torch.addcmul((attention * between) @ updates, from_root, from_state)
+    output = torch.addcmul(products[:, :, 0] @ updates, from_root, from_state) * key.shape[-1] ** -0.5
     factors = PathFactors(g.float().transpose(1, 2)[..., None], keys, updates)
     return output.transpose(1, 2).to(query.dtype), factors

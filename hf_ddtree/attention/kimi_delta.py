@@ -17,10 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .path_state import PathDecay, PathFactors
+from .path_state import LOWEST_LOG_DECAY, PathFactors
 
 # Most elements of the products of queries and keys that are held at once, 256 MB in float32.
 BLOCK_ELEMENTS = 2**26
+COARSE_STEP = 1 / 64
 
 
 def tree_kimi_delta(
@@ -79,3 +80,42 @@ def tree_kimi_delta(
     output = attention @ updates + (queries * from_root) @ initial_state.float()
     factors = PathFactors(g.float().transpose(1, 2), keys, updates)
     return output.transpose(1, 2).to(query.dtype), factors
+
+
+class PathDecay:
+    """Sums of logarithmic decays along the paths of a tree, precise between nodes of any depth.
+
+    The decay from node `j` down to node `i` is the difference of two sums from the root on. After a strong decay both
+    are large and a small difference of them would be noise. So the sums are kept in two parts, one of multiples of
+    1/64, which float32 adds and subtracts without error, and one of what is left, which stays small.
+
+    Args:
+        log_decay: `(batch, n, ...)`, at most 0.
+        ancestor_mask: `(batch, n, n)` bool; row `i` marks node `i` and its ancestors.
+    """
+
+    def __init__(self, log_decay: Tensor, ancestor_mask: Tensor) -> None:
+        bounded = log_decay.float().clamp(min=LOWEST_LOG_DECAY)
+        coarse = (bounded / COARSE_STEP).round() * COARSE_STEP
+        parts = torch.stack((coarse, bounded - coarse)).flatten(3)
+        sums = (ancestor_mask.float() @ parts).view(2, *log_decay.shape)
+        self._coarse, self._fine = sums.transpose(2, 3)
+
+    def from_root(self) -> Tensor:
+        """`(batch, heads, n, ...)`: decay of each node's whole path, the node's own included."""
+        return (self._coarse + self._fine).exp()
+
+    def between(self, visible: Tensor, nodes: slice = slice(None)) -> Tensor:
+        """Decay from each node `j` down to each of `nodes`, 0 where `j` is no ancestor.
+
+        Args:
+            visible: `(batch, 1, n, n, ...)`, the ancestor mask, broadcastable to the result.
+            nodes: Which nodes `i`; ancestors are looked for among those up to the last of them.
+
+        Returns:
+            `(batch, heads, len(nodes), last + 1, ...)`.
+        """
+        ancestors = slice(nodes.stop)
+        difference = self._coarse[:, :, nodes, None] - self._coarse[:, :, None, ancestors]
+        difference += self._fine[:, :, nodes, None] - self._fine[:, :, None, ancestors]
+        return difference.masked_fill_(~visible[:, :, nodes, ancestors], float("-inf")).exp_()

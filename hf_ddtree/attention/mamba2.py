@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .path_state import PathDecay, PathFactors
+from .path_state import PathFactors, path_decay
 
 
 def tree_mamba2(
@@ -47,12 +47,11 @@ def tree_mamba2(
     written = (inputs * step[..., None]).transpose(1, 2)
     keys, queries = (vectors.float().transpose(1, 2) for vectors in (B, C))
 
-    decay = PathDecay(log_decay, ancestor_mask)
-    path_decay = decay.between(ancestor_mask[:, None])
-    attention = (queries @ keys.transpose(-1, -2)).repeat_interleave(num_heads // num_groups, dim=1) * path_decay
+    between, from_root = path_decay(log_decay, ancestor_mask)
+    attention = (queries @ keys.transpose(-1, -2)).repeat_interleave(num_heads // num_groups, dim=1) * between
     queries = queries.repeat_interleave(num_heads // num_groups, dim=1)
     from_state = queries @ initial_state.float().transpose(-1, -2)
-    output = torch.addcmul(attention @ written, decay.from_root()[..., None], from_state).transpose(1, 2)
+    output = torch.addcmul(attention @ written, from_root, from_state).transpose(1, 2)
     if D is not None:
         output = output + D.float()[:, None] * inputs
     factors = PathFactors(log_decay.transpose(1, 2)[..., None], written, keys)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 # In float32, exp() of this and of anything lower is 0.
 LOWEST_LOG_DECAY = -104.0
-COARSE_STEP = 1 / 64
 
 
 @dataclass(frozen=True)
@@ -35,43 +34,24 @@ class PathFactors:
     right: Tensor
 
 
-class PathDecay:
-    """Sums of logarithmic decays along the paths of a tree, precise between nodes of any depth.
+def path_decay(log_decay: Tensor, ancestor_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Decay along the paths of a tree, precise between nodes of any depth.
 
-    The decay from node `j` down to node `i` is the difference of two sums from the root on. After a strong decay both
-    are large and a small difference of them would be noise. So the sums are kept in two parts, one of multiples of
-    1/64, which float32 adds and subtracts without error, and one of what is left, which stays small.
+    The decay from node `j` down to node `i` is a sum over the nodes between them. It is taken as such, a product with
+    the ancestor mask on both sides: the difference of two sums from the root on would be noise after a strong decay.
 
     Args:
-        log_decay: `(batch, n, ...)`, at most 0.
-        ancestor_mask: `(batch, n, n)` bool; row `i` marks node `i` and its ancestors.
+        log_decay: `(batch, n, heads)`, at most 0.
+        ancestor_mask: `(batch, n, n)` bool, nodes in topological order; row `i` marks node `i` and its ancestors.
+
+    Returns:
+        `(batch, heads, n, n)`: from each node `j` down to each node `i`, 0 where `j` is no ancestor; and
+        `(batch, heads, n, 1)`: of each node's whole path, the node's own included. Both float32.
     """
-
-    def __init__(self, log_decay: Tensor, ancestor_mask: Tensor) -> None:
-        bounded = log_decay.float().clamp(min=LOWEST_LOG_DECAY)
-        coarse = (bounded / COARSE_STEP).round() * COARSE_STEP
-        parts = torch.stack((coarse, bounded - coarse)).flatten(3)
-        sums = (ancestor_mask.float() @ parts).view(2, *log_decay.shape)
-        self._coarse, self._fine = sums.transpose(2, 3)
-
-    def from_root(self) -> Tensor:
-        """`(batch, heads, n, ...)`: decay of each node's whole path, the node's own included."""
-        return (self._coarse + self._fine).exp()
-
-    def between(self, visible: Tensor, nodes: slice = slice(None)) -> Tensor:
-        """Decay from each node `j` down to each of `nodes`, 0 where `j` is no ancestor.
-
-        Args:
-            visible: `(batch, 1, n, n, ...)`, the ancestor mask, broadcastable to the result.
-            nodes: Which nodes `i`; ancestors are looked for among those up to the last of them.
-
-        Returns:
-            `(batch, heads, len(nodes), last + 1, ...)`.
-        """
-        ancestors = slice(nodes.stop)
-        difference = self._coarse[:, :, nodes, None] - self._coarse[:, :, None, ancestors]
-        difference += self._fine[:, :, nodes, None] - self._fine[:, :, None, ancestors]
-        return difference.masked_fill_(~visible[:, :, nodes, ancestors], float("-inf")).exp_()
+    ancestors = ancestor_mask.float()
+    own = log_decay.float().clamp(min=LOWEST_LOG_DECAY).transpose(1, 2)
+    summed = ((ancestors[:, None] * own[:, :, None]).flatten(1, 2) @ ancestors.tril(-1)).view(*own.shape, -1)
+    return summed.exp_().mul_(ancestors[:, None]), (own @ ancestors.mT).exp_()[..., None]
 
 
 def advance_states(
