@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
@@ -39,6 +40,7 @@ from .compat import (
     is_split_into_stages,
     tensor_parallel_group,
 )
+from .placement import execution_device
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 # For each kind of attention layer, what its configuration calls the number of keys that it reaches; None for all keys.
@@ -225,6 +227,11 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} generates in a way of its own, not token by token with Transformers' `GenerationMixin`. Generate "
             "without `generation_strategy`."
         )
+    if not hasattr(config, "num_hidden_layers"):
+        raise ValueError(
+            f"{name} has a configuration without `num_hidden_layers`, a `{type(config).__name__}`, so tree decoding "
+            "does not know what its layers are. Generate without `generation_strategy`."
+        )
     implementation = config._attn_implementation
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
@@ -264,6 +271,32 @@ def check_target(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} takes its positions from the order of the tokens, not from `position_ids`, so the branches of a "
             "tree cannot share a forward. Generate without `generation_strategy`."
+        )
+    if across := sorted({type(module).__name__ for module in model.modules() if _attends_elsewhere(module)}):
+        raise ValueError(
+            f"{name} has layers that keep keys of another sequence, such as an image, beside those of the text "
+            f"({', '.join(across)}), and tree decoding does not know how to keep those. Generate without "
+            "`generation_strategy`."
+        )
+    token = torch.zeros((1, 1), dtype=torch.int64, device=execution_device(model))
+    step = {CACHE_KEY: DynamicCache(), "position_ids": token, "use_cache": True}
+    check_inputs(model, model.prepare_inputs_for_generation(token, **step))
+
+
+def check_inputs(model: PreTrainedModel, model_inputs: dict[str, Any]) -> None:
+    """Refuses a model whose forward does not get the positions that it is to be given.
+
+    Args:
+        model: The target.
+        model_inputs: What `prepare_inputs_for_generation` makes of some tokens and their `position_ids`.
+
+    Raises:
+        ValueError: If there are no positions among them.
+    """
+    if model_inputs.get("position_ids") is None:
+        raise ValueError(
+            f"{type(model).__name__} makes its positions from the order of the tokens, not from `position_ids`, so "
+            "the branches of a tree cannot share a forward. Generate without `generation_strategy`."
         )
 
 
@@ -404,6 +437,11 @@ def _layers_with_unknown_state(model: PreTrainedModel) -> list[str]:
     outer = {id(taker) for taker in takers if any(_takes_cache(inner) for inner in list(taker.modules())[1:])}
     names = {type(taker).__name__ for taker in takers if id(taker) not in outer and not _functions_of(taker)}
     return sorted({name for name in names if not name.endswith("Attention")} or names)
+
+
+def _attends_elsewhere(module: nn.Module) -> bool:
+    """Whether it is an attention layer for another sequence than the text, whose keys are cached like the text's."""
+    return type(module).__name__.endswith("CrossAttention") and _takes_cache(module)
 
 
 def _takes_cache(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from .compat import CACHE_KEY
 from .draft_tree import DraftTree
 from .rows import CommittedRows
 from .static_cache import buffer_length, padded_size
-from .support import WINDOWS, decoder_layers, layer_types, window_of
+from .support import WINDOWS, check_inputs, decoder_layers, layer_types, window_of
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -132,11 +132,7 @@ def _model_inputs(
         if inputs.get(name) is not None:
             inputs[name] = inputs[name][:, -1:].expand(-1, batch.num_nodes)
     model_inputs = model.prepare_inputs_for_generation(batch.token_ids, **inputs)
-    if model_inputs.get("position_ids") is None:
-        raise ValueError(
-            f"{type(model).__name__} makes its positions from the order of the tokens, not from `position_ids`, so "
-            "the branches of a tree cannot share a forward. Generate without `generation_strategy`."
-        )
+    check_inputs(model, model_inputs)
     if "logits_to_keep" in model_inputs:
         model_inputs["logits_to_keep"] = 0
     return model_inputs

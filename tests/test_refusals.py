@@ -23,9 +23,10 @@ from transformers import (
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import hf_ddtree
-from hf_ddtree import DraftTree
+from hf_ddtree import CausalLMTreeCandidateGenerator, DraftTree
 from hf_ddtree.attention import dispatch
 from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.support import check_target
 
 PLAIN = {"max_new_tokens": 8, "do_sample": False}
 
@@ -209,13 +210,11 @@ def test_caches_passed_in(model):
 
 def test_a_cache_whose_layers_hold_different_sequences():
     """As in models that attend to an image in some layers: those hold no keys of the text."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    config = transformers.models.mllama.configuration_mllama.MllamaTextConfig(
-        **SIZES | {"bos_token_id": 1, "cross_attention_layers": [1], "rope_parameters": rope}
-    )
-    model = transformers.MllamaForCausalLM(config).eval()
-    with refused(model, "layers with 0 and 10 keys", "cross-attention", "Generate without `generation_strategy`"):
-        by_tree(model)
+    model = make_model("llama", "sdpa")
+    cache = model(make_prompt(), **{CACHE_KEY: DynamicCache(config=model.config)})[CACHE_KEY]
+    cache.layers[1].crop(-3)
+    with refused(model, "layers with 7 and 10 keys", "cross-attention", "Generate without `generation_strategy`"):
+        by_tree(model, **{CACHE_KEY: cache})
 
 
 @pytest.mark.core
@@ -287,6 +286,55 @@ def test_models_with_an_unknown_state(name):
     model = model_class(config).eval()
     with refused(model, model_class.__name__, *words, "Generate without `generation_strategy`"):
         by_tree(model)
+
+
+class PositionsOfItsOwn(LlamaForCausalLM):
+    """Drops the positions that it is given, as EXAONE 4.5, HyperCLOVA X Vision and Kosmos-2.5 do."""
+
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        return super().prepare_inputs_for_generation(input_ids, **kwargs) | {"position_ids": None}
+
+
+def positionless():
+    return PositionsOfItsOwn(make_config("llama"))
+
+
+def xlm():
+    return transformers.XLMWithLMHeadModel(
+        transformers.XLMConfig(vocab_size=VOCAB_SIZE, emb_dim=32, n_layers=1, n_heads=2)
+    )
+
+
+def mllama():
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = transformers.models.mllama.configuration_mllama.MllamaTextConfig(
+        **SIZES | {"bos_token_id": 1, "cross_attention_layers": [1], "rope_parameters": rope}
+    )
+    return transformers.MllamaForCausalLM(config)
+
+
+def nested():
+    with torch.device("meta"):
+        return transformers.BltForCausalLM(transformers.BltConfig(vocab_size=VOCAB_SIZE))
+
+
+@pytest.mark.parametrize("is_drafter", [False, True])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (positionless, "not from `position_ids`"),
+        (xlm, "not from `position_ids`|takes no cache"),
+        (mllama, "keys of another sequence.*MllamaTextCrossAttention"),
+        (nested, "without `num_hidden_layers`, a `BltConfig`"),
+    ],
+)
+def test_refused_before_any_forward(make, words, is_drafter):
+    model, target = make().eval(), make_model("llama", "sdpa")
+    with pytest.raises(ValueError, match=f"`assistant_model` must run on trees.*{words}" if is_drafter else words):
+        if is_drafter:
+            CausalLMTreeCandidateGenerator(model, target)
+        else:
+            check_target(model)
 
 
 def test_encoder_decoder():
