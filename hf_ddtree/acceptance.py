@@ -20,6 +20,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 from .draft_tree import DraftTree
+from .transfer import on_device
 
 # Processors that treat each row of scores by itself and never look at the tokens before it. Exact types, as a
 # subclass may do otherwise.
@@ -164,4 +165,4 @@ def _rows_at(values: Tensor, nodes: list[int]) -> Tensor:
     """`(rows, vocab)` of `values (rows, n, vocab)` at one node a row."""
     if len(nodes) == 1:
         return values[0, nodes[0] : nodes[0] + 1]
-    return values[torch.arange(len(nodes), device=values.device), torch.tensor(nodes, device=values.device)]
+    return values[torch.arange(len(nodes), device=values.device), on_device(nodes, values.device)]

@@ -16,7 +16,7 @@ from .budget import BudgetPolicy, RoundCost
 from .candidate_generators import DraftContext, TreeCandidateGenerator, checked_trees, join_features
 from .compat import CACHE_KEY, cache_of, prompt_length
 from .draft_tree import DraftTree
-from .emission import RowGroup, gather_rows
+from .emission import RowGroup, gather_rows, last_tokens
 from .growth import growing
 from .output import DDTreeStats
 from .placement import execution_device
@@ -24,6 +24,7 @@ from .processes import Processes
 from .rows import CommittedRows
 from .static_cache import most_drafted, num_graphs
 from .support import check_cache
+from .transfer import on_device
 from .verification import FeatureRecorder, attention_windows, commit, recording_past, step, verify
 
 PADDING_AT_ONCE = 64
@@ -75,25 +76,24 @@ def decode(
 
         windows = attention_windows(model, cache)
         news = [(features, num_features)]
-        num_emitted = [0] * len(prompt)
+        emitted: list[list[int]] = [[] for _ in prompt]
         with growing(cache), recording_past(cache):
             while processes.any(not all(group.sequences.finished for group in groups)):
                 start = time.perf_counter()
-                token_ids = gather_rows(groups)
                 most_nodes = processes.most(policy.nodes_to_draft(rows.num_cached, len(prompt)))
                 if most_nodes:
-                    context = _context(token_ids, prompt_mask, rows, news, num_emitted)
+                    context = _context(groups, prompt_mask, rows, news, emitted)
                     news.clear()
-                    num_emitted = [0] * len(prompt)
+                    emitted = [[] for _ in prompt]
                     with stats.stage("draft"):
                         trees = generator.propose(context, most_nodes)
-                    trees = checked_trees(trees, token_ids, vocab_size)
+                    trees = checked_trees(trees, context.roots, vocab_size)
                     trees = _within_length(trees, groups)
                     size = policy.nodes_to_verify(trees, rows.num_cached)
                     trees = _best_nodes(trees, min(size, most_drafted(cache, rows.num_cached)))
                     trees = _with_padding_rows(processes.agree_on_trees(trees), groups)
                 else:
-                    trees = [DraftTree.root_only(root) for root in token_ids[:, -1].tolist()]
+                    trees = [DraftTree.root_only(root) for root in last_tokens(groups)]
                 drafted = time.perf_counter()
                 graphs = num_graphs()
                 num_cached, num_drafted = rows.num_cached, max(tree.num_drafted for tree in trees)
@@ -117,10 +117,8 @@ def decode(
                         commit(cache, verification, paths, rows)
                 groups[0].sequences.keep_round(verification.outputs, paths, windows)
                 news.append(_features_of(verification.features, paths))
-                num_emitted = [
-                    before + len(path) if row in going_on else 0
-                    for row, (before, path) in enumerate(zip(num_emitted, paths))
-                ]
+                for row, tokens in enumerate(_emitted_along(groups, paths)):
+                    emitted[row] = emitted[row] + tokens if row in going_on else []
                 stats.count(trees, paths)
                 if num_graphs() == graphs:  # else the round took as long as the compiler
                     policy.observe(
@@ -133,7 +131,7 @@ def decode(
                             verify_seconds=time.perf_counter() - drafted,
                         )
                     )
-            generator.finish(_context(gather_rows(groups), prompt_mask, rows, news, num_emitted))
+            generator.finish(_context(groups, prompt_mask, rows, news, emitted))
             if _is_returned(cache, generation_config):
                 stats.target_forwards += _pad_to_longest(model, groups, rows, model_kwargs, processes)
     finally:
@@ -163,7 +161,8 @@ def walk(
     for path in (paths[row] for group in groups if group not in going_on for row in group.rows):
         path.clear()
     for group in going_on:
-        of_group = logits if len(groups) == 1 else logits[group.rows]
+        # Rows that walk together are those of the whole batch, or one.
+        of_group = logits if len(groups) == 1 else logits[group.rows[0] : group.rows[0] + 1]
         accept(
             [trees[row] for row in group.rows], of_group, chooser, group.sequences, [paths[row] for row in group.rows]
         )
@@ -171,6 +170,16 @@ def walk(
 
 def _rows_going_on(groups: Sequence[RowGroup]) -> set[int]:
     return {row for group in groups for row, goes_on in zip(group.rows, group.sequences.unfinished) if goes_on}
+
+
+def _emitted_along(groups: Sequence[RowGroup], paths: Sequence[list[int]]) -> list[list[int]]:
+    """For each row the tokens that its path's nodes emitted."""
+    emitted: list[list[int]] = [[] for _ in paths]
+    for group in groups:
+        for place, row in enumerate(group.rows):
+            first = len(group.sequences.emitted) - len(paths[row])
+            emitted[row] = [tokens[place] for tokens in group.sequences.emitted[first:]]
+    return emitted
 
 
 def _best_nodes(trees: Sequence[DraftTree], size: int) -> list[DraftTree]:
@@ -197,7 +206,7 @@ def _with_padding_rows(trees: list[DraftTree], groups: Sequence[RowGroup]) -> li
     for group in groups:
         if group.sequences.finished:
             for row in group.rows:
-                trees[row] = DraftTree.root_only(int(group.sequences.token_ids[0, -1]))
+                trees[row] = DraftTree.root_only(group.sequences.emitted[-1][0])
         elif any(padding := group.sequences.padding):
             depth = max(int(trees[row].depths.max()) for row, pads in zip(group.rows, padding) if not pads)
             for row, pads in zip(group.rows, padding):
@@ -220,17 +229,17 @@ def _pad_to_longest(
         The number of forwards.
     """
     recorder = FeatureRecorder(model, ())
-    last_tokens = {row: int(group.sequences.token_ids[0, -1]) for group in groups for row in group.rows}
+    newest = dict(enumerate(last_tokens(groups)))
     pad_token = groups[0].sequences.pad_token
     forwards = 0
     while processes.any(not rows.are_level):
         longest = rows.num_cached
         at_once = min(PADDING_AT_ONCE, 1 + most_drafted(cache_of(model_kwargs), longest))
         missing = [min(longest - length, at_once) for length in rows.lengths]
-        trees = [DraftTree.chain([last_tokens[row]] + [pad_token] * (count - 1)) for row, count in enumerate(missing)]
+        trees = [DraftTree.chain([newest[row]] + [pad_token] * (count - 1)) for row, count in enumerate(missing)]
         verification = verify(model, trees, rows, model_kwargs, recorder)
         commit(model_kwargs[CACHE_KEY], verification, [list(range(count)) for count in missing], rows)
-        last_tokens = {row: pad_token if count else last_tokens[row] for row, count in enumerate(missing)}
+        newest = {row: pad_token if count else newest[row] for row, count in enumerate(missing)}
         forwards += 1
     return forwards
 
@@ -240,15 +249,16 @@ def _is_returned(cache: DynamicCache, generation_config: GenerationConfig) -> bo
 
 
 def _context(
-    token_ids: Tensor,
+    groups: Sequence[RowGroup],
     prompt_mask: Tensor | None,
     rows: CommittedRows,
     news: Sequence[tuple[Tensor | None, list[int]]],
-    num_emitted: Sequence[int],
+    emitted: Sequence[Sequence[int]],
 ) -> DraftContext:
     """What the generator may know now: all tokens, and the features of those committed since it was last asked."""
-    mask = _token_mask(prompt_mask, token_ids, rows.lengths)
-    return DraftContext(token_ids.clone(), tuple(rows.lengths), *join_features(news), mask, num_emitted)
+    token_ids, lengths = gather_rows(groups), tuple(rows.lengths)
+    mask = _token_mask(prompt_mask, token_ids, lengths)
+    return DraftContext(token_ids.clone(), lengths, *join_features(news), mask, emitted, last_tokens(groups))
 
 
 def _mask_of(prompt: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -277,9 +287,9 @@ def _features_of(features: Tensor | None, paths: Sequence[list[int]]) -> tuple[T
     if features is None:
         return None, counts
     if len(paths) == 1:
-        return features[:, paths[0]], counts
+        return features.index_select(1, on_device(paths[0], features.device)), counts
     longest = max(counts)
-    index = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=features.device)
+    index = on_device([path + [0] * (longest - len(path)) for path in paths], features.device)
     return features.gather(1, index[..., None].expand(-1, -1, features.shape[-1])), counts
 
 

@@ -12,6 +12,7 @@ from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, 
 from transformers.utils import ModelOutput
 
 from .acceptance import Choices
+from .transfer import on_device
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -27,6 +28,7 @@ class EmittedSequences:
         streamer: Gets every token as soon as it is emitted.
 
     Attributes:
+        emitted: For each step the token of every row, as the host knows them.
         unfinished: Which rows go on.
         scores, logits: A tensor `(rows, vocab)` a token, None if they are not kept.
         hidden_states, attentions: What the target's outputs of this name would be in plain decoding, an entry a token;
@@ -43,6 +45,7 @@ class EmittedSequences:
         keeps_details = generation_config.return_dict_in_generate
         self._buffer = input_ids
         self._length = input_ids.shape[1]
+        self._num_unwritten = 0  # how many of the last tokens the buffer lacks
         self._stopping_criteria = stopping_criteria
         self._max_length = stopping_criteria.max_length
         self._end_tokens = _end_tokens(stopping_criteria)
@@ -52,6 +55,7 @@ class EmittedSequences:
         self._pad_token = (
             0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
         )
+        self.emitted: list[list[int]] = []
         self.unfinished = [True] * len(input_ids)
         self.scores: list[Tensor] | None = [] if keeps_details and generation_config.output_scores else None
         self.logits: list[Tensor] | None = [] if keeps_details and generation_config.output_logits else None
@@ -61,6 +65,13 @@ class EmittedSequences:
     @property
     def token_ids(self) -> Tensor:
         """`(rows, length)` int64, the prompts and every emitted token. Never changed afterwards, only extended."""
+        if self._num_unwritten:
+            if self._length > self._buffer.shape[1]:
+                room = self._length - self._buffer.shape[1] + max(64, self._length // 2)
+                self._buffer = torch.nn.functional.pad(self._buffer, (0, room))
+            newest = torch.tensor(self.emitted[-self._num_unwritten :], dtype=self._buffer.dtype, device="cpu")
+            self._buffer[:, self._length - len(newest) : self._length] = on_device(newest, self._buffer.device).T
+            self._num_unwritten = 0
         return self._buffer[:, : self._length]
 
     @property
@@ -96,11 +107,9 @@ class EmittedSequences:
         if self.logits is not None:
             self.logits.append(choices.logits.to(torch.float32, copy=True))
         tokens = [self._pad_token if pads else token for token, pads in zip(choices.tokens, self.padding)]
-        if self._length == self._buffer.shape[1]:
-            self._buffer = torch.nn.functional.pad(self._buffer, (0, max(64, self._length // 2)))
+        self.emitted.append(tokens)
+        self._num_unwritten += 1
         self._length += 1
-        newest = self._buffer[:, self._length - 1]
-        newest.copy_(torch.tensor(tokens, device="cpu"))
         if self._end_tokens is not None and self._max_length is not None:
             at_end = self._length >= self._max_length
             stop = [at_end or token in self._end_tokens for token in tokens]
@@ -108,10 +117,11 @@ class EmittedSequences:
             stop = self._stopping_criteria(
                 self.token_ids, None if self.scores is None else tuple(self.scores)
             ).tolist()
-            tokens = newest.tolist()  # a criterion may have written into them, which plain decoding goes on from
+            # A criterion may have written into them, which plain decoding goes on from.
+            tokens = self.emitted[-1] = self.token_ids[:, -1].tolist()
         self.unfinished = [unfinished and not stops for unfinished, stops in zip(self.unfinished, stop)]
         if self._streamer is not None:
-            self._streamer.put(newest.clone().cpu())
+            self._streamer.put(torch.tensor(tokens, dtype=self._buffer.dtype, device="cpu"))
         return tokens
 
     def keep_prefill(self, outputs: ModelOutput) -> None:
@@ -188,7 +198,7 @@ def _weights_of(weights: Tensor, paths: Sequence[list[int]], window: int | None)
     cached = torch.arange(weights.shape[3] - num_nodes, device=weights.device)
     rows = []
     for row, path in enumerate(paths):
-        nodes = len(cached) + torch.tensor(path, device=weights.device)
+        nodes = len(cached) + on_device(path, weights.device)
         keys = torch.cat((cached, nodes))[-window if window is not None else None :]
         rows.append(weights[row, :, path[-1] : path[-1] + 1, keys])
     return torch.stack(rows)
@@ -205,6 +215,14 @@ class RowGroup:
 
     rows: list[int]
     sequences: EmittedSequences
+
+
+def last_tokens(groups: Sequence[RowGroup]) -> list[int]:
+    """The last token of every row, as the host knows it."""
+    if len(groups) == 1:
+        return groups[0].sequences.emitted[-1]
+    tokens = {row: token for group in groups for row, token in zip(group.rows, group.sequences.emitted[-1])}
+    return [tokens[row] for row in range(len(tokens))]
 
 
 def gather_rows(groups: Sequence[RowGroup], pad_token: int = 0, pad_left: bool = True) -> Tensor:

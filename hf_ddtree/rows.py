@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .transfer import on_device
+
 
 class CommittedRows:
     """The committed tokens of each row.
@@ -29,6 +31,7 @@ class CommittedRows:
         self._prompt_mask = None if attention_mask is None else attention_mask[:, :num_prompt].to(device, torch.bool)
         self._root_positions = model_kwargs["position_ids"][..., -1:].to(device)
         self.device = device
+        self._lengths: Tensor | None = None
 
     @property
     def num_cached(self) -> int:
@@ -42,18 +45,24 @@ class CommittedRows:
 
     def advance(self, counts: list[int]) -> None:
         """Counts the tokens that were committed to each row."""
+        self._lengths = None
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+
+    def lengths_on_device(self) -> Tensor:
+        """`(batch, 1)` int64, `lengths` where the target takes its inputs."""
+        if self._lengths is None:
+            self._lengths = on_device(self.lengths, self.device)[:, None]
+        return self._lengths
 
     def root_positions(self) -> Tensor:
         """`(..., batch, 1)` int64, the position of each row's root; leading dimensions are axes of the position."""
         if len(self.lengths) == 1 or self.are_level:
             return self._root_positions + (self.lengths[0] - self.num_prompt)
-        emitted = torch.tensor(self.lengths, device=self.device) - self.num_prompt
-        return self._root_positions + emitted[:, None]
+        return self._root_positions + (self.lengths_on_device() - self.num_prompt)
 
     def root_indices(self) -> Tensor:
         """`(batch, 1)` int64, how many tokens each row has in front of its root, padding at the left not counted."""
-        indices = torch.tensor(self.lengths, device=self.device)[:, None]
+        indices = self.lengths_on_device()
         if self._prompt_mask is None:
             return indices
         return indices - (self._prompt_mask.cumsum(dim=-1) == 0).sum(dim=-1, keepdim=True)
@@ -67,19 +76,16 @@ class CommittedRows:
         if self._prompt_mask is not None:
             mask[:, : self.num_prompt] = self._prompt_mask
         if not self.are_level:
-            lengths = torch.tensor(self.lengths, device=self.device)
-            mask &= torch.arange(num_cached, device=self.device) < lengths[:, None]
+            mask &= torch.arange(num_cached, device=self.device) < self.lengths_on_device()
         return mask
 
     def before_root(self) -> Tensor:
         """`(batch, num_cached)` int64, how far before its row's root each entry of a layer without a window lies."""
-        lengths = torch.tensor(self.lengths, device=self.device)
-        return lengths[:, None] - torch.arange(self.num_cached, device=self.device)
+        return self.lengths_on_device() - torch.arange(self.num_cached, device=self.device)
 
     def window_mask(self, mask: Tensor | None, kept: int) -> Tensor | None:
         """`mask` for a layer that holds the last `kept` entries of each row, `(batch, kept)`."""
         if mask is None:
             return None
-        lengths = torch.tensor(self.lengths, device=self.device)
-        index = lengths[:, None] - kept + torch.arange(kept, device=self.device)
+        index = self.lengths_on_device() - kept + torch.arange(kept, device=self.device)
         return mask.gather(1, index.clamp(min=0)) & (index >= 0)

@@ -24,6 +24,7 @@ from .draft_tree import DraftTree
 from .rows import CommittedRows
 from .static_cache import buffer_length, padded_size
 from .support import WINDOWS, check_inputs, decoder_layers, layer_types, window_of
+from .transfer import on_device
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -246,7 +247,7 @@ class _CommittedPaths:
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The padded paths `(batch, longest)`, and their lengths `(batch,)` unless all are equally long."""
         uneven = bool((self._lengths != self._path.shape[1]).any())
-        return self._path.to(device), self._lengths.to(device) if uneven else None
+        return on_device(self._path, device), on_device(self._lengths, device) if uneven else None
 
     def last_entries(self, entries: Tensor, count: int, dim: int) -> Tensor:
         """The last `count` entries of each row, aligned at the end, along `dim` of `(batch, ...)`."""
@@ -283,7 +284,7 @@ class _CommittedPaths:
 
     def _cached_index(self, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         if key not in self._indices:
-            self._indices[key] = make().to(key[-1])
+            self._indices[key] = on_device(make(), key[-1])
         return self._indices[key]
 
 

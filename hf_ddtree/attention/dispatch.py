@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from ..transfer import on_device
 from .causal_conv import ancestor_windows, tree_causal_conv
 from .gated_delta_rule import tree_gated_delta_rule
 from .kimi_delta import tree_kimi_delta
@@ -43,7 +44,7 @@ class TreePass:
             its cached inputs followed by the nodes'.
     """
 
-    def __init__(self, trees: TreeBatch, num_before: Sequence[int]) -> None:
+    def __init__(self, trees: TreeBatch, num_before: list[int]) -> None:
         self.trees = trees
         self._num_before = num_before
         self.path_factors: list[PathFactors] = []
@@ -69,7 +70,7 @@ class TreePass:
         """`scale_correction`, made once for all layers that are alike."""
         key = attn_scale, floor_scale
         if key not in self._scale_corrections:
-            num_before = torch.tensor(self._num_before, device=self.trees.depths.device)[:, None]
+            num_before = on_device(self._num_before, self.trees.depths.device)[:, None]
             self._scale_corrections[key] = scale_correction(num_before, self.trees.depths, *key)
         return self._scale_corrections[key]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..draft_tree import DraftTree
+from ..transfer import on_device
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,13 @@ class TreeBatch:
     Attributes:
         token_ids: `(batch, n)` int64.
         depths: `(batch, n)` int64; 0 for the root and for padding.
+        parents: `(batch, n)` int64; -1 for the root and for padding.
         ancestor_mask: `(batch, n, n)` bool; row `i` marks node `i` and its ancestors.
     """
 
     token_ids: Tensor
     depths: Tensor
+    parents: Tensor
     ancestor_mask: Tensor
 
     @classmethod
@@ -30,16 +33,20 @@ class TreeBatch:
         """Packs one tree a row, padded to the largest or to `least_nodes`, and moves the result to `device`."""
         if len(trees) == 1 and len(trees[0]) >= least_nodes:
             tree = trees[0]
-            packed = tree.token_ids[None], tree.depths[None], tree.ancestor_mask[None]
+            nodes = tree.token_ids[None], tree.depths[None], tree.parents[None]
+            ancestor_mask = tree.ancestor_mask[None]
         else:
             size = max(least_nodes, *map(len, trees))
             token_ids = torch.stack([_pad(tree.token_ids, size, int(tree.token_ids[0])) for tree in trees])
             depths = torch.stack([_pad(tree.depths, size, 0) for tree in trees])
+            parents = torch.stack([_pad(tree.parents, size, -1) for tree in trees])
             ancestor_mask = torch.eye(size, dtype=torch.bool, device="cpu").repeat(len(trees), 1, 1)
             for row, tree in zip(ancestor_mask, trees):
                 row[: len(tree), : len(tree)] = tree.ancestor_mask
-            packed = token_ids, depths, ancestor_mask
-        return cls(*(tensor.to(device) for tensor in packed))
+            nodes = token_ids, depths, parents
+        if device.type != "cpu":
+            nodes = tuple(on_device(torch.stack(nodes), device))
+        return cls(*nodes, on_device(ancestor_mask, device))
 
     @property
     def num_nodes(self) -> int:

@@ -34,8 +34,9 @@ class DraftContext:
         num_features: For each row, how many entries of `features` are its own; they end right before its root.
         attention_mask: `(batch, length)` bool, False where `input_ids` hold padding. None if they hold none, or
             only in front of rows that are behind.
-        num_emitted: For each row, how many tokens it has emitted since the last call; none if it had finished. Empty
+        emitted: For each row, the tokens that it has emitted since the last call; none if it had finished. Empty
             before there was a round, or outside of tree decoding.
+        last_tokens: For each row the last of `input_ids`, if the host knows them; see `roots`.
     """
 
     input_ids: Tensor
@@ -43,7 +44,13 @@ class DraftContext:
     features: Tensor | None = None
     num_features: Sequence[int] = ()
     attention_mask: Tensor | None = None
-    num_emitted: Sequence[int] = ()
+    emitted: Sequence[Sequence[int]] = ()
+    last_tokens: Sequence[int] = ()
+
+    @property
+    def roots(self) -> list[int]:
+        """The token of each row's root; without asking the device of `input_ids` if the host knows them."""
+        return list(self.last_tokens) or self.input_ids[:, -1].tolist()
 
 
 @dataclass
@@ -217,12 +224,12 @@ def join_features(news: Sequence[tuple[Tensor | None, Sequence[int]]]) -> tuple[
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), counts
 
 
-def checked_trees(trees: Any, input_ids: Tensor, vocab_size: int | None = None) -> list[DraftTree]:
+def checked_trees(trees: Any, roots: Sequence[int], vocab_size: int | None = None) -> list[DraftTree]:
     """Refuses trees of a candidate generator that would give wrong tokens.
 
     Args:
         trees: What `propose` returned.
-        input_ids: `(batch, length)` int64, what it was given.
+        roots: For each row the last token of what it was given.
         vocab_size: How many tokens the target knows; None if that is checked later.
 
     Returns:
@@ -238,12 +245,12 @@ def checked_trees(trees: Any, input_ids: Tensor, vocab_size: int | None = None) 
             "The candidate generator's `propose` must return a list of `hf_ddtree.DraftTree`, one a row, but "
             f"returned {trees!r}."
         )
-    if len(trees) != len(input_ids):
+    if len(trees) != len(roots):
         raise ValueError(
-            f"The candidate generator proposed {len(trees)} trees for {len(input_ids)} rows. `propose` must return "
+            f"The candidate generator proposed {len(trees)} trees for {len(roots)} rows. `propose` must return "
             "one a row; `DraftTree.root_only(token)` is a tree with nothing drafted."
         )
-    for tree, root in zip(trees, input_ids[:, -1].tolist()):
+    for tree, root in zip(trees, roots):
         _check_tree(tree, root, vocab_size)
     return [DraftTree(tree.token_ids, tree.parents, tree.log_probs) for tree in trees]
 

@@ -45,7 +45,7 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
         self._lookup.start(cached_ids, num_cached)
 
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
-        drafted = checked_trees(self._drafter.propose(context, budget), context.input_ids)
+        drafted = checked_trees(self._drafter.propose(context, budget), context.roots)
         found = self._lookup.propose(context, budget)
         self.num_forwards, self.build_seconds = self._drafter.num_forwards, self._drafter.build_seconds
         merged = [

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..configuration import DDTreeConfig
 from ..draft_tree import DraftTree, best_tokens, build_tree, conditional_candidates, top_candidates
 from ..drafters import DFlash2DraftModel, DFlashContextCache, DFlashDraftModel, check_drafter_fits
+from ..transfer import on_device
 from .base import DraftContext, KnownSequences, TreeCandidateGenerator, join_features
 
 
@@ -21,11 +22,13 @@ class DFlashState(KnownSequences):
     Attributes:
         cache: Keys and values of the context.
         context_mask: `(batch, context)` bool, False where a row's context is padding; None if nothing is.
+        num_context: For each row, how many entries of the context are its own, once there is a `context_mask`.
         features, num_features: What the target gave for its last tokens, which no draft has used yet.
     """
 
     cache: DFlashContextCache = field(default_factory=DFlashContextCache)
     context_mask: Tensor | None = None
+    num_context: list[int] = field(default_factory=list)
     features: Tensor | None = None
     num_features: list[int] = field(default_factory=list)
 
@@ -106,7 +109,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         trees = []
         shape = self.config.tree_shape or "best_first"
         with self.building():
-            for row, root in enumerate(roots.tolist()):
+            for row, root in enumerate(context.roots):
                 probs, tokens, state = log_probs[row], token_ids[row], next_state[0][row] if next_state else None
                 if self._calibration is not None and not self._calibration.is_neutral:
                     probs, tokens, state = self._calibration.calibrate(probs, tokens)
@@ -129,9 +132,8 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         """Compares what the last round drafted with what came of it."""
         if self._calibration is not None and self._drafted is not None:
             for row, (log_probs, token_ids) in enumerate(zip(*self._drafted)):
-                if context.num_emitted and (count := context.num_emitted[row]):
-                    emitted = context.input_ids[row, -count:][: len(log_probs)].tolist()
-                    self._calibration.learn(log_probs, token_ids, emitted)
+                if context.emitted and context.emitted[row]:
+                    self._calibration.learn(log_probs, token_ids, context.emitted[row][: len(log_probs)])
         self._drafted = None
 
     def _remember(self, context: DraftContext) -> None:
@@ -155,8 +157,8 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
             position_ids = (positions + state.root_positions[0])[None]
         else:
             # A row's features are aligned at the left, so what follows them is padding.
-            shift = torch.tensor([num_new - count for count in state.num_features or [0] * batch_size], device=device)
-            position_ids = positions + torch.tensor(state.root_positions, device=device)[:, None]
+            shift = on_device([num_new - count for count in state.num_features or [0] * batch_size], device)
+            position_ids = positions + on_device(state.root_positions, device)[:, None]
             position_ids[:, :num_new] += shift[:, None]
         self._extend_mask(num_new, batch_size)
         hidden_states = self.drafter(
@@ -177,11 +179,14 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
             return
         old = state.context_mask
         if old is None:
-            old = torch.ones((batch_size, state.cache.get_seq_length()), dtype=torch.bool, device=device)
-        new = torch.arange(num_new, device=device) < torch.tensor(num_features, device=device)[:, None]
-        longest = int((old.sum(dim=1) + new.sum(dim=1)).max())
-        if old.shape[1] + num_new > 2 * longest + MOST_PADDING:
-            old = state.cache.drop_padding(old)
+            length = state.cache.get_seq_length()
+            old = torch.ones((batch_size, length), dtype=torch.bool, device=device)
+            state.num_context = [length] * batch_size
+        new = torch.arange(num_new, device=device) < on_device(num_features, device)[:, None]
+        longest = max(state.num_context)
+        state.num_context = [before + count for before, count in zip(state.num_context, num_features)]
+        if old.shape[1] + num_new > 2 * max(state.num_context) + MOST_PADDING:
+            old = state.cache.drop_padding(old, longest)
         state.context_mask = torch.cat((old, new), dim=1)
 
 

@@ -192,17 +192,17 @@ class DFlashContextCache:
             layer.length -= removed
         self._length = length
 
-    def drop_padding(self, context_mask: Tensor) -> Tensor:
+    def drop_padding(self, context_mask: Tensor, length: int) -> Tensor:
         """Moves each row's tokens to the front and cuts off what is padding in all rows.
 
         Args:
             context_mask: `(batch, length)` bool, False where a row's context is padding. Calls with a mask forget
                 nothing, so layers with a sliding window are as long as the others.
+            length: Tokens of the longest row.
 
         Returns:
             `(batch, length)` bool, the mask that belongs to the context now.
         """
-        length = int(context_mask.sum(dim=1).max())
         order = context_mask.int().argsort(dim=1, descending=True, stable=True)[:, :length]
         for layer in self._layers:
             layer.select(order)

@@ -1,0 +1,20 @@
+"""Bringing what the host knows to where the models compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def on_device(values: Tensor | list[Any], device: torch.device) -> Tensor:
+    """A tensor of the CPU, or a list of numbers, on a device, without waiting for what the device still has to do.
+
+    Args:
+        values: What nobody changes later on.
+        device: Any; a tensor that is there already is returned as it is.
+    """
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
+    # CUDA takes a copy of pageable memory before it returns; with Metal the memory would have to stay as it is.
+    return tensor.to(device, non_blocking=device.type != "mps")
