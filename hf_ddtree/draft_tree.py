@@ -255,13 +255,12 @@ def best_tokens(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 def top_candidates(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """`best_tokens` on the CPU, with one transfer, for `build_tree`."""
-    log_probs, token_ids = _on_host(*best_tokens(logits, top_k))
+    log_probs, token_ids = on_host(*best_tokens(logits, top_k))
     return log_probs, token_ids
 
 
 def conditional_candidates(log_probs: Tensor, token_ids: Tensor, pair_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Distributions given the token before, from `best_tokens` and scores of pairs of neighbours; one transfer to the
-    CPU.
+    """Distributions given the token before, from `best_tokens` and scores of pairs of neighbours, on their device.
 
     The score of a pair is added to the logit of its second token. The scores of a predecessor's candidates are
     normalised together with the mass outside of the candidates, which no pair changes.
@@ -281,9 +280,7 @@ def conditional_candidates(log_probs: Tensor, token_ids: Tensor, pair_scores: Te
     total = torch.logaddexp(scores.logsumexp(dim=-1), outside[..., None])
     scores = _or_impossible((scores - total[..., None]).clamp(max=0.0))
     order = _descending_order(scores)
-    scores = scores.gather(-1, order)
-    token_ids, scores, next_state = _on_host(token_ids[..., None, :].expand_as(order).gather(-1, order), scores, order)
-    return scores, token_ids, next_state
+    return scores.gather(-1, order), token_ids[..., None, :].expand_as(order).gather(-1, order), order
 
 
 def _descending_order(scores: Tensor) -> Tensor:
@@ -298,7 +295,7 @@ def _or_impossible(log_probs: Tensor) -> Tensor:
     return log_probs.nan_to_num(nan=-float("inf"), neginf=-float("inf"))
 
 
-def _on_host(*tensors: Tensor) -> list[Tensor]:
+def on_host(*tensors: Tensor) -> list[Tensor]:
     """Tensors of one shape, float32 or int64 that fit 32 bits, on the CPU, with one transfer."""
     if tensors[0].device.type == "cpu":
         return list(tensors)
@@ -371,7 +368,7 @@ def build_tree(
     spine = 0 if shape == "spine_first" else None
 
     if states is None:
-        all_parents, all_ranks, pair_ends = _rank_pairs(budget, width)
+        all_parents, all_ranks, pair_ends = rank_pairs(budget, width)
 
     # A prefix is known by its place in the concatenation of all levels; level 0 is the root. A level's candidates are
     # known by their place in its flat array.
@@ -447,7 +444,7 @@ def _keep_spine(within: np.ndarray, pair_costs: np.ndarray, pair: int) -> tuple[
 
 
 @lru_cache(maxsize=64)
-def _rank_pairs(budget: int, width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+def rank_pairs(budget: int, width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Pairs (parent rank, candidate rank) that can be among the `budget` best, by parent rank, then candidate rank.
 
     Returns:
@@ -459,7 +456,7 @@ def _rank_pairs(budget: int, width: int) -> tuple[np.ndarray, np.ndarray, list[i
 
 
 def _pairs_by_state(in_state: np.ndarray, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """`_rank_pairs` where parents compete with those of their own state alone, for all of the parents.
+    """`rank_pairs` where parents compete with those of their own state alone, for all of the parents.
 
     Args:
         in_state: `(parents,)` int64, the state of each parent, the best parent first.

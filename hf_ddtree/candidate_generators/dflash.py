@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig
-from ..draft_tree import DraftTree, best_tokens, build_tree, conditional_candidates, top_candidates
+from ..draft_tree import DraftTree, best_tokens, build_tree, conditional_candidates, on_host
 from ..drafters import DFlash2DraftModel, DFlashContextCache, DFlashDraftModel, check_drafter_fits
 from ..transfer import on_device
+from ..tree_search import search_trees
 from .base import DraftContext, KnownSequences, TreeCandidateGenerator, join_features
 
 
@@ -77,8 +78,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self._head = target_model.get_output_embeddings()
         horizon = drafter.config.draft_length
         self._draft_length = min(self.config.draft_length or horizon, horizon)
-        target_token_ids = drafter.target_token_ids
-        self._target_token_ids = None if target_token_ids is None else target_token_ids.cpu()
+        self._target_token_ids = drafter.target_token_ids
 
     def start(self, cached_ids: Tensor, num_cached: int) -> None:
         super().start(cached_ids, num_cached)
@@ -103,11 +103,16 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         hidden_states = self._draft(roots[:, None])[:, first : first + self._draft_length]
         log_probs, token_ids, *next_state = self._candidates(hidden_states, roots, budget)
         if self._target_token_ids is not None:
+            self._target_token_ids = self._target_token_ids.to(token_ids.device)
             token_ids = self._target_token_ids[token_ids]
-        self._drafted = log_probs, token_ids
-
-        trees = []
         shape = self.config.tree_shape or "best_first"
+        if log_probs.device.type != "cpu" and self._calibration is None:
+            with self.building():
+                return search_trees(log_probs, token_ids, context.roots, budget, shape, None, *next_state)
+        # What is learned from has to be on the host, and then trees are built there.
+        log_probs, token_ids, *next_state = on_host(log_probs, token_ids, *next_state)
+        self._drafted = log_probs, token_ids
+        trees = []
         with self.building():
             for row, root in enumerate(context.roots):
                 probs, tokens, state = log_probs[row], token_ids[row], next_state[0][row] if next_state else None
@@ -122,7 +127,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         logits = self.drafter.compute_logits(hidden_states, self._head)
         most = self.config.tree_top_k
         if not isinstance(self.drafter, DFlash2DraftModel) or not self._is_conditional:
-            return top_candidates(logits, min(budget, most or budget))
+            return best_tokens(logits, min(budget, most or budget))
         top_k = self.drafter.config.selector_top_k
         log_probs, token_ids = best_tokens(logits, min(top_k, most or top_k))
         pair_scores = self.drafter.pair_scores(hidden_states, roots, token_ids)
