@@ -68,6 +68,9 @@ class Chooser:
         do_sample: Whether to sample, from PyTorch's default generator and with the calls that plain decoding makes; so
             a seed gives the tokens that it gives in plain decoding.
         agree: Replaces this process's choices by those of the process that decides for it, if one does.
+
+    Attributes:
+        looks_ahead: Whether a choice depends on its node alone, so that all can be made at once.
     """
 
     def __init__(
@@ -77,46 +80,66 @@ class Chooser:
         agree: Callable[[Tensor], Tensor] = lambda choices: choices,
     ) -> None:
         self._processors = logits_processor
-        self._do_sample = do_sample
-        self._agree = agree
-        self._at_once = all(type(processor) in PER_TOKEN_PROCESSORS for processor in logits_processor)
+        self.do_sample = do_sample
+        self.agree = agree
+        self.looks_ahead = all(type(processor) in PER_TOKEN_PROCESSORS for processor in logits_processor)
 
-    def look_at(self, logits: Tensor, emitted: Tensor) -> None:
-        """Takes a round's logits.
+    def look_at(self, logits: Tensor) -> None:
+        """Takes a round's logits `(rows, n, vocab)`, what the target predicts after each node."""
+        self._logits = logits
+        self._scores = self.scores_at_all_nodes(logits) if self.looks_ahead else None
+        self._greedy: list[list[int]] | None = None
+        if self.looks_ahead and not self.do_sample:
+            self._greedy = self.agree((logits if self._scores is None else self._scores).argmax(dim=-1)).tolist()
+
+    def scores_at_all_nodes(self, logits: Tensor) -> Tensor | None:
+        """`(rows, n, vocab)` float32, the logits after processors that look at them alone; None if there are none."""
+        if not self._processors:
+            return None
+        flat = logits.flatten(0, 1).float()
+        no_tokens = torch.zeros((len(flat), 1), dtype=torch.int64, device=logits.device)
+        return self._processors(no_tokens, flat).view_as(logits)
+
+    def choose(self, nodes: list[int], emitted: Tensor | None) -> Choices:
+        """The target's choices after one node a row.
 
         Args:
-            logits: `(rows, n, vocab)`, what the target predicts after each node.
-            emitted: `(rows, length)`, the tokens emitted so far, the prompt included.
+            nodes: The node of each row.
+            emitted: `(rows, length)`, the tokens emitted so far, the nodes' last; None if the chooser looks ahead.
         """
-        self._logits = logits
-        self._scores = None
-        self._greedy: list[list[int]] | None = None
-        if self._at_once:
-            if self._processors:
-                flat = logits.flatten(0, 1).float()
-                last_tokens = emitted[:, -1:].repeat_interleave(logits.shape[1], dim=0)
-                self._scores = self._processors(last_tokens, flat).view_as(logits)
-            if not self._do_sample:
-                self._greedy = self._agree((logits if self._scores is None else self._scores).argmax(dim=-1)).tolist()
-
-    def choose(self, nodes: list[int], emitted: Tensor) -> Choices:
-        """The target's choices after one node a row, whose tokens are the last ones of `emitted`."""
-        logits = _rows_at(self._logits, nodes)
+        logits = rows_at(self._logits, nodes)
         if self._scores is not None:
-            scores = _rows_at(self._scores, nodes)
-        elif self._at_once:
+            scores = rows_at(self._scores, nodes)
+        elif self.looks_ahead:
             scores = None
         else:
+            assert emitted is not None
             logits = logits.to(copy=True, dtype=torch.float32, device=emitted.device)
             scores = self._processors(emitted, logits)
         if self._greedy is not None:
             tokens = [row[node] for row, node in zip(self._greedy, nodes)]
-        elif self._do_sample:
+        elif self.do_sample:
             probabilities = (logits.float() if scores is None else scores).softmax(dim=-1)
-            tokens = self._agree(torch.multinomial(probabilities, num_samples=1).squeeze(1)).tolist()
+            tokens = self.agree(torch.multinomial(probabilities, num_samples=1).squeeze(1)).tolist()
         else:
-            tokens = self._agree((logits if scores is None else scores).argmax(dim=-1)).tolist()
+            tokens = self.agree((logits if scores is None else scores).argmax(dim=-1)).tolist()
         return Choices(tokens, nodes, logits, scores)
+
+
+class ChoosesAtNodes(Protocol):
+    """What the walk needs of whoever chooses."""
+
+    looks_ahead: bool
+
+    def choose(self, nodes: list[int], emitted: Tensor | None) -> Choices:
+        """As `Chooser.choose`."""
+
+
+class Topology(Protocol):
+    """What the walk needs of a tree."""
+
+    def child_with_token(self, node: int, token: int) -> int | None:
+        """As `DraftTree.child_with_token`."""
 
 
 class Sequences(Protocol):
@@ -147,9 +170,17 @@ def accept(
         paths: For each row the root alone; the visited nodes are appended one by one, so that they are right even when
             a processor, a streamer or a stopping criterion raises.
     """
-    chooser.look_at(logits, sequences.token_ids)
+    chooser.look_at(logits)
+    follow(trees, chooser, sequences, paths)
+
+
+def follow(
+    trees: Sequence[Topology], chooser: ChoosesAtNodes, sequences: Sequences, paths: Sequence[list[int]]
+) -> None:
+    """The walk of `accept`, for a chooser that knows the logits."""
     while True:
-        choices = chooser.choose([path[-1] for path in paths], sequences.token_ids)
+        emitted = None if chooser.looks_ahead else sequences.token_ids
+        choices = chooser.choose([path[-1] for path in paths], emitted)
         tokens = sequences.append(choices)
         if sequences.finished:
             return
@@ -161,7 +192,7 @@ def accept(
             path.append(child)
 
 
-def _rows_at(values: Tensor, nodes: list[int]) -> Tensor:
+def rows_at(values: Tensor, nodes: list[int]) -> Tensor:
     """`(rows, vocab)` of `values (rows, n, vocab)` at one node a row."""
     if len(nodes) == 1:
         return values[0, nodes[0] : nodes[0] + 1]

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from .acceptance import Chooser, accept
+from .acceptance import Chooser, accept, follow
 from .attention import dispatch
+from .attention.dispatch import TreePass
 from .budget import BudgetPolicy, RoundCost
 from .candidate_generators import DraftContext, TreeCandidateGenerator, checked_trees, join_features
 from .compat import CACHE_KEY, cache_of, prompt_length
 from .draft_tree import DraftTree
 from .emission import RowGroup, gather_rows, last_tokens
 from .growth import growing
+from .look_ahead import LookAhead
 from .output import DDTreeStats
 from .placement import execution_device
 from .processes import Processes
@@ -70,7 +72,8 @@ def decode(
         check_cache(cache)
         rows = CommittedRows(int(cache.get_seq_length()), model_kwargs, len(prompt), execution_device(model))
         roots = [DraftTree.root_only(0) for _ in prompt]
-        walk(groups, roots, outputs.logits[:, -1:], chooser, [[0] for _ in prompt])
+        logits = outputs.logits[:, -1:]
+        walk(groups, roots, logits, chooser, [[0] for _ in prompt], look_ahead(groups, roots, logits, chooser))
         groups[0].sequences.keep_prefill(outputs)
         del outputs
 
@@ -102,16 +105,21 @@ def decode(
                         verification = step(model, trees, rows, model_kwargs, recorder)
                     else:
                         verification = verify(model, trees, rows, model_kwargs, recorder)
-                    if processes.any(verification.has_nan and num_drafted > 0):
+                    ahead = look_ahead(groups, trees, verification.outputs.logits, chooser, verification.tree_pass)
+                    has_nan = verification.has_nan if ahead is None else ahead.has_nan
+                    if processes.any(has_nan and num_drafted > 0):
                         # A drafted token that gives NaN spoils the other branches, which plain decoding never sees.
                         commit(cache, verification, [[] for _ in trees], rows)
                         trees = [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
                         verification = verify(model, trees, rows, model_kwargs, recorder)
+                        if ahead is not None:
+                            ahead.settle(0)
+                            ahead = look_ahead(groups, trees, verification.outputs.logits, chooser)
                 paths = [[0] for _ in trees]
                 going_on = _rows_going_on(groups)
                 try:
                     with stats.stage("accept"):
-                        walk(groups, trees, verification.outputs.logits, chooser, paths)
+                        walk(groups, trees, verification.outputs.logits, chooser, paths, ahead)
                 finally:
                     with stats.stage("commit"):
                         commit(cache, verification, paths, rows)
@@ -147,6 +155,7 @@ def walk(
     logits: Tensor,
     chooser: Chooser,
     paths: Sequence[list[int]],
+    ahead: LookAhead | None,
 ) -> None:
     """Accepts a path in every row that goes on and emits its tokens; `paths` of the others become empty.
 
@@ -156,16 +165,44 @@ def walk(
         logits: `(batch, n, vocab)`.
         chooser: Makes the target's choices.
         paths: For each row the root alone; extended in place.
+        ahead: The target's choices, if they are made already.
     """
     going_on = [group for group in groups if not group.sequences.finished]
     for path in (paths[row] for group in groups if group not in going_on for row in group.rows):
         path.clear()
-    for group in going_on:
-        # Rows that walk together are those of the whole batch, or one.
-        of_group = logits if len(groups) == 1 else logits[group.rows[0] : group.rows[0] + 1]
-        accept(
-            [trees[row] for row in group.rows], of_group, chooser, group.sequences, [paths[row] for row in group.rows]
-        )
+    try:
+        for group in going_on:
+            paths_of_group = [paths[row] for row in group.rows]
+            if ahead is not None:
+                follow(*ahead.of_rows(group.rows), group.sequences, paths_of_group)
+                continue
+            # Rows that walk together are those of the whole batch, or one.
+            of_group = logits if len(groups) == 1 else logits[group.rows[0] : group.rows[0] + 1]
+            accept([trees[row] for row in group.rows], of_group, chooser, group.sequences, paths_of_group)
+    finally:
+        if ahead is not None:
+            ahead.settle(max(map(len, paths)))
+
+
+def look_ahead(
+    groups: Sequence[RowGroup],
+    trees: Sequence[DraftTree],
+    logits: Tensor,
+    chooser: Chooser,
+    tree_pass: TreePass | None = None,
+) -> LookAhead | None:
+    """The target's choices at all nodes if the logits are on an accelerator and no choice depends on others."""
+    if logits.device.type == "cpu" or not chooser.looks_ahead:
+        return None
+    padding = {
+        row: group.sequences.pad_token
+        for group in groups
+        for row, pads in zip(group.rows, group.sequences.padding)
+        if pads
+    }
+    if tree_pass is None or logits.shape[1] == 1:
+        return LookAhead(chooser, logits, None, 0, padding)
+    return LookAhead(chooser, logits, tree_pass.trees, max(int(tree.depths.max()) for tree in trees), padding)
 
 
 def _rows_going_on(groups: Sequence[RowGroup]) -> set[int]:

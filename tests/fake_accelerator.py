@@ -104,10 +104,12 @@ class FakeAccelerator:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def wait(self, kind: str, operation: str) -> None:
-        frames = traceback.extract_stack()[:-1]
-        names = [f"{frame.filename}:{frame.name}:{frame.lineno}" for frame in frames]
-        ours = tuple(name for name in names if "hf_ddtree/" in name or "transformers/" in name)
-        self.waits.append(Wait(kind, operation, ours))
+        frames = [
+            f"{frame.f_code.co_filename}:{frame.f_code.co_name}:{line}"
+            for frame, line in traceback.walk_stack(None)
+            if "hf_ddtree/" in frame.f_code.co_filename or "transformers/" in frame.f_code.co_filename
+        ]
+        self.waits.append(Wait(kind, operation, tuple(frames[::-1])))
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Does on the CPU what an operation does on the device."""

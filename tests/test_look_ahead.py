@@ -1,0 +1,134 @@
+"""The walk by tensor operations is the walk node by node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+
+from hf_ddtree.acceptance import Chooser, accept, follow
+from hf_ddtree.attention.tree_batch import TreeBatch
+from hf_ddtree.draft_tree import DraftTree
+from hf_ddtree.look_ahead import LookAhead
+
+VOCAB_SIZE = 5
+CPU = torch.device("cpu")
+
+
+def random_tree(generator: torch.Generator, budget: int) -> DraftTree:
+    """Bushy, of a few tokens, so that walks often go on; nodes of all depths are mixed."""
+    tokens, parents = [int(torch.randint(VOCAB_SIZE, (), generator=generator))], [-1]
+    for _ in range(budget):
+        parent = int(torch.randint(len(tokens), (), generator=generator))
+        token = int(torch.randint(VOCAB_SIZE, (), generator=generator))
+        if (parent, token) not in zip(parents, tokens):
+            tokens.append(token)
+            parents.append(parent)
+    return DraftTree.from_parents(tokens, parents)
+
+
+class Emitted:
+    """Sequences that stop after a number of steps."""
+
+    def __init__(self, num_steps: int, rows: int) -> None:
+        self.steps = []
+        self._num_steps = num_steps
+        self.token_ids = torch.zeros((rows, 1), dtype=torch.int64)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.steps) == self._num_steps
+
+    def append(self, choices):
+        self.steps.append((choices.tokens, choices.logits, choices.scores))
+        return choices.tokens
+
+
+def same(one, other):
+    return one is other is None or torch.equal(one, other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    rows=st.integers(1, 3),
+    budget=st.integers(0, 24),
+    do_sample=st.booleans(),
+    warped=st.booleans(),
+    num_steps=st.sampled_from((1, 2, 99)),
+)
+def test_rows_that_walk_together(seed, rows, budget, do_sample, warped, num_steps):
+    generator = torch.Generator().manual_seed(seed)
+    trees = [random_tree(generator, max(0, budget - 3 * row)) for row in range(rows)]
+    batch = TreeBatch.from_trees(trees, CPU)
+    logits = torch.randn((rows, batch.num_nodes, VOCAB_SIZE), generator=generator) * 2
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(3)] if warped else [])
+    chooser = Chooser(processors, do_sample)
+
+    torch.manual_seed(seed)
+    expected, expected_paths = Emitted(num_steps, rows), [[0] for _ in trees]
+    accept(trees, logits, chooser, expected, expected_paths)
+    expected_state = torch.get_rng_state()
+
+    torch.manual_seed(seed)
+    depth = max(int(tree.depths.max()) for tree in trees)
+    ahead = LookAhead(chooser, logits, batch if batch.num_nodes > 1 else None, depth, {})
+    got, paths = Emitted(num_steps, rows), [[0] for _ in trees]
+    follow(*ahead.of_rows(range(rows)), got, paths)
+    ahead.settle(len(paths[0]))
+    assert paths == expected_paths
+    assert not ahead.has_nan
+    for (tokens, step_logits, scores), (tokens_expected, logits_expected, scores_expected) in zip(
+        got.steps, expected.steps, strict=True
+    ):
+        assert tokens == tokens_expected
+        assert same(step_logits, logits_expected) and same(scores, scores_expected)
+    assert torch.equal(torch.get_rng_state(), expected_state)
+
+
+def test_rows_that_have_finished_go_on_with_padding():
+    trees = [DraftTree.chain([3, 0, 0]), DraftTree.from_parents([1, 2, 4, 1], [-1, 0, 0, 2])]
+    batch = TreeBatch.from_trees(trees, CPU)
+    logits = torch.zeros((2, 4, VOCAB_SIZE))
+    logits[0, :, 3] = logits[1, 0, 4] = logits[1, 2, 1] = logits[1, 3, 2] = 1.0
+    ahead = LookAhead(Chooser(LogitsProcessorList(), False), logits, batch, 2, {0: 0})
+    paths, emitted = [[0], [0]], Emitted(99, 2)
+    follow(*ahead.of_rows([0, 1]), emitted, paths)
+    assert paths == [[0, 1, 2], [0, 2, 3]]
+    assert [tokens for tokens, *_ in emitted.steps] == [[0, 4], [0, 1], [0, 2]]
+
+
+def test_a_token_that_was_not_chosen_ends_the_walk():
+    """A row that has just ended emits padding."""
+    trees = [DraftTree.chain([3, 1, 2])]
+    logits = torch.zeros((1, 3, VOCAB_SIZE))
+    logits[0, 0, 1] = logits[0, 1, 2] = 1.0
+    ahead = LookAhead(Chooser(LogitsProcessorList(), False), logits, TreeBatch.from_trees(trees, CPU), 2, {})
+    (path,), _ = ahead.of_rows([0])
+    assert (
+        path.child_with_token(0, 1) == 1 and path.child_with_token(1, 2) == 2 and path.child_with_token(2, 0) is None
+    )
+    assert path.child_with_token(0, 4) is None
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_nan_anywhere_is_told(do_sample):
+    trees = [DraftTree.from_parents([1, 2, 4, 1], [-1, 0, 0, 2])]
+    batch = TreeBatch.from_trees(trees, CPU)
+    for node in range(4):
+        logits = torch.randn((1, 4, VOCAB_SIZE))
+        logits[0, node] = float("nan")
+        before = torch.get_rng_state()
+        ahead = LookAhead(Chooser(LogitsProcessorList(), do_sample), logits, batch, 2, {})
+        assert ahead.has_nan
+        ahead.settle(0)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_lone_root_without_a_distribution():
+    logits = torch.full((1, 1, VOCAB_SIZE), float("nan"))
+    assert LookAhead(Chooser(LogitsProcessorList(), False), logits, None, 0, {}).has_nan
+    with pytest.raises(RuntimeError, match="NaN"):
+        LookAhead(Chooser(LogitsProcessorList(), True), logits, None, 0, {})
