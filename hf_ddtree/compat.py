@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from transformers import GenerationConfig, PreTrainedModel, cache_utils
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel, cache_utils
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.distributed.utils import _get_torch_distributed_world_size
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -58,6 +58,11 @@ def tensor_parallel_group(model: PreTrainedModel) -> Any:
 def is_split_into_stages(model: PreTrainedModel) -> bool:
     """Whether each process holds only some of the layers."""
     return (getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1) > 1
+
+
+def default_compile_config(model: PreTrainedModel) -> CompileConfig:
+    """How `generate()` compiles a model's forward if it is not told."""
+    return getattr(model, "_default_compile_config", CompileConfig)()
 
 
 def captured_layers(layer_ids: Sequence[int]) -> list[int]:

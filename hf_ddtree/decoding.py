@@ -16,6 +16,7 @@ from .attention.dispatch import TreePass
 from .budget import BudgetPolicy, RoundCost
 from .candidate_generators import DraftContext, TreeCandidateGenerator, checked_trees, join_features
 from .compat import CACHE_KEY, cache_of, prompt_length
+from .compiled import compiled_forward, num_graphs
 from .draft_tree import DraftTree
 from .emission import RowGroup, gather_rows, last_tokens
 from .growth import growing
@@ -24,7 +25,7 @@ from .output import DDTreeStats
 from .placement import execution_device
 from .processes import Processes
 from .rows import CommittedRows
-from .static_cache import most_drafted, num_graphs
+from .static_cache import most_drafted
 from .support import check_cache
 from .transfer import on_device
 from .verification import FeatureRecorder, attention_windows, commit, recording_past, step, verify
@@ -77,6 +78,7 @@ def decode(
         groups[0].sequences.keep_prefill(outputs)
         del outputs
 
+        forward = compiled_forward(model, generation_config, model_kwargs)
         windows = attention_windows(model, cache)
         news = [(features, num_features)]
         emitted: list[list[int]] = [[] for _ in prompt]
@@ -102,16 +104,16 @@ def decode(
                 num_cached, num_drafted = rows.num_cached, max(tree.num_drafted for tree in trees)
                 with stats.stage("verify"):
                     if num_drafted == 0 and rows.are_level and not any(group.sequences.finished for group in groups):
-                        verification = step(model, trees, rows, model_kwargs, recorder)
+                        verification = step(model, trees, rows, model_kwargs, recorder, forward)
                     else:
-                        verification = verify(model, trees, rows, model_kwargs, recorder)
+                        verification = verify(model, trees, rows, model_kwargs, recorder, forward)
                     ahead = look_ahead(groups, trees, verification.outputs.logits, chooser, verification.tree_pass)
                     has_nan = verification.has_nan if ahead is None else ahead.has_nan
                     if processes.any(has_nan and num_drafted > 0):
                         # A drafted token that gives NaN spoils the other branches, which plain decoding never sees.
                         commit(cache, verification, [[] for _ in trees], rows)
                         trees = [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
-                        verification = verify(model, trees, rows, model_kwargs, recorder)
+                        verification = verify(model, trees, rows, model_kwargs, recorder, forward)
                         if ahead is not None:
                             ahead.settle(0)
                             ahead = look_ahead(groups, trees, verification.outputs.logits, chooser)

@@ -29,7 +29,7 @@ def padded_size(num_nodes: int) -> int:
     return 1 if num_nodes == 1 else 1 + max(LEAST_DRAFTED, 1 << (num_nodes - 2).bit_length())
 
 
-def give_room(cache: StaticCache, num_tokens: int, most_drafted: int) -> None:
+def make_room_for_trees(cache: StaticCache, num_tokens: int, most_drafted: int) -> None:
     """Makes an empty static cache hold the tokens of a call, and a tree behind them.
 
     Args:
@@ -56,9 +56,3 @@ def most_drafted(cache: Cache, num_cached: int) -> int:
         return sys.maxsize
     free = length - num_cached - 1
     return 0 if free < LEAST_DRAFTED else 1 << (free.bit_length() - 1)
-
-
-def num_graphs() -> int:
-    """How many graphs were compiled in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]

@@ -24,7 +24,7 @@ from .decoding import decode
 from .emission import EmittedSequences, RowGroup, gather_rows
 from .output import DDTreeOutput, DDTreeStats
 from .processes import Processes
-from .static_cache import buffer_length, give_room
+from .static_cache import buffer_length, make_room_for_trees
 from .support import check_arguments, check_cache, check_call, check_positions, check_processes, check_target
 
 if TYPE_CHECKING:
@@ -93,8 +93,6 @@ class DDTreeDecoding:
         check_positions(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
         generator = self._make_generator(model)
         policy = policy_for(self.config.tree_budget, model, self._assistant_model, generator)
-        if generation_config.compile_config is not None:
-            model._valid_auto_compile_criteria(model_kwargs, generation_config)  # says that nothing is compiled
         prepare_cache(model, input_ids, generation_config, model_kwargs, policy)
         groups = make_groups(input_ids, logits_processor, stopping_criteria, generation_config, self._streamer)
         processes = Processes(model, self._synced_gpus)
@@ -215,7 +213,7 @@ def prepare_cache(
         prompt = prompt_length(generation_config, model_kwargs) or input_ids.shape[1]
         needed = prompt + generation_config.max_length - input_ids.shape[1] - 1
         if not getattr(cache, "_is_user_defined", False):
-            give_room(cache, max(needed, model._previous_max_cache_length), policy.most_nodes)
+            make_room_for_trees(cache, max(needed, model._previous_max_cache_length), policy.most_nodes)
         elif length is not None and length < needed and not any(cache.is_sliding):
             raise ValueError(
                 f"The `StaticCache` has room for {length} tokens, but this call may need {needed}. Pass one with "

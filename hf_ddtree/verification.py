@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,10 @@ from .attention import dispatch
 from .attention.dispatch import TreePass
 from .attention.mask import chunk_windows, to_additive, tree_attention_mask
 from .attention.path_state import advance_states
+from .attention.tracing import traced
 from .attention.tree_batch import TreeBatch
 from .compat import CACHE_KEY
+from .compiled import CompiledForward
 from .draft_tree import DraftTree
 from .rows import CommittedRows
 from .static_cache import buffer_length, padded_size
@@ -55,6 +57,7 @@ def verify(
     rows: CommittedRows,
     model_kwargs: dict[str, Any],
     recorder: FeatureRecorder,
+    forward: CompiledForward | None = None,
 ) -> Verification:
     """Runs the target once over all nodes of one tree a row.
 
@@ -66,6 +69,7 @@ def verify(
         rows: What the cache holds.
         model_kwargs: As `generate()` keeps them after prefill.
         recorder: Records the features for the drafter.
+        forward: What to run instead of the model itself.
 
     Raises:
         RuntimeError: If a layer with a state did not go through the tree operators.
@@ -81,10 +85,9 @@ def verify(
     given = next(one for one in masks if one is not None) if is_static else None
     model_inputs = _model_inputs(model, batch, rows, model_kwargs, given)
     model_inputs["attention_mask"] = mask
-    with recorder.recording(), dispatch.active(tree_pass):
-        outputs = model(**model_inputs, return_dict=True)
+    outputs, features = _run(model, model_inputs, tree_pass, recorder, forward)
     _require_tree_operators(model, cache, tree_pass)
-    return Verification(outputs, recorder.take(), tree_pass)
+    return Verification(outputs, features, tree_pass)
 
 
 def step(
@@ -93,6 +96,7 @@ def step(
     rows: CommittedRows,
     model_kwargs: dict[str, Any],
     recorder: FeatureRecorder,
+    forward: CompiledForward | None = None,
 ) -> Verification:
     """Runs the target on the roots alone, as plain decoding does, and commits them.
 
@@ -102,6 +106,7 @@ def step(
         rows: What the cache holds: as many tokens of every row. Brought up to date.
         model_kwargs: As `generate()` keeps them after prefill.
         recorder: Records the features for the drafter.
+        forward: What to run instead of the model itself.
     """
     cache: DynamicCache | StaticCache = model_kwargs[CACHE_KEY]
     batch = TreeBatch.from_trees(roots, rows.device)
@@ -109,10 +114,27 @@ def step(
     if cached_mask is not None:
         cached_mask = nn.functional.pad(cached_mask.long(), (0, 1), value=1)
     model_inputs = _model_inputs(model, batch, rows, model_kwargs, cached_mask)
-    with recorder.recording(), _past_recording(cache, False):
-        outputs = model(**model_inputs, return_dict=True)
+    with _past_recording(cache, False):
+        outputs, features = _run(model, model_inputs, None, recorder, forward)
     rows.advance([1] * len(roots))
-    return Verification(outputs, recorder.take(), None)
+    return Verification(outputs, features, None)
+
+
+def _run(
+    model: PreTrainedModel,
+    model_inputs: dict[str, Any],
+    tree_pass: TreePass | None,
+    recorder: FeatureRecorder,
+    forward: CompiledForward | None,
+) -> tuple[ModelOutput, Tensor | None]:
+    """The model's outputs and the features; `tree_pass` gets what its stateful layers leave."""
+    ran = None if forward is None else forward(model_inputs, tree_pass, recorder.layer_ids)
+    if ran is not None:
+        outputs, features = ran
+        return outputs, recorder.join(features)
+    with recorder.recording(), nullcontext() if tree_pass is None else dispatch.active(tree_pass):
+        outputs = model(**model_inputs, return_dict=True)
+    return outputs, recorder.take()
 
 
 def _model_inputs(
@@ -403,8 +425,11 @@ class FeatureRecorder:
 
     def _hook(self, layer_id: int) -> Any:
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            if _recorder.get() is self:
-                self._outputs[layer_id].append(output[0] if isinstance(output, tuple) else output)
+            hidden_states = output[0] if isinstance(output, tuple) else output
+            if torch.compiler.is_compiling() and traced.features is not None:
+                traced.features[layer_id] = hidden_states
+            elif _recorder.get() is self:
+                self._outputs[layer_id].append(hidden_states)
 
         return record
 
@@ -421,14 +446,17 @@ class FeatureRecorder:
         """`(batch, length, len(layer_ids) * hidden_size)` since the last call, None if no layer is recorded."""
         if not self.layer_ids:
             return None
-        device = self._outputs[self.layer_ids[0]][0].device
         layers = {
             layer_id: torch.cat(recorded, dim=1) if len(recorded) > 1 else recorded[0]
             for layer_id, recorded in self._outputs.items()
         }
         for recorded in self._outputs.values():
             recorded.clear()
-        return torch.cat([layers[layer_id].to(device) for layer_id in self.layer_ids], dim=-1)
+        return self.join([layers[layer_id] for layer_id in self.layer_ids])
+
+    def join(self, features: Sequence[Tensor]) -> Tensor | None:
+        """The outputs of the layers as one tensor, which `take` returns."""
+        return torch.cat([one.to(features[0].device) for one in features], dim=-1) if features else None
 
     def close(self) -> None:
         """Removes the hooks."""

@@ -1,20 +1,22 @@
-"""Static caches: the same tokens, from a buffer of fixed length and trees of few sizes."""
+"""Static caches: the same tokens, from a buffer of fixed length and trees of few sizes; compiled forwards."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from families import VOCAB_SIZE, first_implementation, make_model
+from random_drafter import make_drafter
 from side_by_side import make_oracle, make_prompt
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
+from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 import hf_ddtree
+from hf_ddtree import compiled
 from hf_ddtree.budget import FixedBudget
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.static_cache import buffer_length, padded_size
@@ -234,3 +236,139 @@ def test_refusals() -> None:
         by_tree(get_model("gemma3"), prompt, prompt, **short_cache(get_model("gemma3"), 90))
     with pytest.raises(ValueError, match="offload"):
         by_tree(model, prompt, prompt, cache_implementation="offloaded_static")
+
+
+# --- compiled forwards ----------------------------------------------------------------------------------------------
+
+
+class CountingBackend:
+    """Runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        self.num_graphs += 1
+        return graph.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CountingBackend:
+        return self
+
+
+def compiling(**settings: Any) -> dict[str, Any]:
+    """What makes `generate()` compile on the CPU as well."""
+    config = CompileConfig(mode=None, **settings)
+    config._compile_all_devices = True
+    return {"compile_config": config, "cache_implementation": "static"}
+
+
+def tokens_of_trees(out: Any) -> list[list[list[int]]]:
+    return [[tree.token_ids.tolist() for tree in trees] for trees in out.ddtree_stats.trees]
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_graph_a_size_serves_all_calls(family: str) -> None:
+    """Recurrent layers and a drafter that reads layers of the target included."""
+    model, prompt = get_model(family), make_prompt()
+    plain = model.generate(prompt, **GREEDY).sequences
+    backend = CountingBackend()
+    for drafter, most_graphs in ((make_drafter(model), 2), (make_drafter(model, target_layer_ids=[1]), 4)):
+        strategy = {
+            "generation_strategy": "ddtree",
+            "assistant_model": drafter,
+            "tree_budget": 4,
+            "return_trees": True,
+            "calibrate": False,
+        }
+        eager = model.generate(prompt, **GREEDY, **strategy, cache_implementation="static")
+        for _ in range(2):
+            tree = model.generate(prompt, **GREEDY, **strategy, **compiling(backend=backend, dynamic=False))
+            assert tree.sequences.tolist() == plain.tolist()
+            assert tokens_of_trees(tree) == tokens_of_trees(eager)  # so the features were the same
+            assert most_graphs - 1 <= backend.num_graphs <= most_graphs
+        if family == "qwen3_5":
+            break
+    assert not any(layer._forward_hooks for layer in model.model.layers)
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_recurrences_go_into_branches() -> None:
+    model, prompt = get_model("qwen3_5"), make_prompt()
+    plain = model.generate(prompt, **GREEDY).sequences
+    backend = CountingBackend()
+    tree = by_tree(model, prompt, plain, **compiling(backend=backend, dynamic=False), tree_budget=8)
+    assert tree.sequences.tolist() == plain.tolist() and went_into_branches(tree)
+    assert 0 < backend.num_graphs <= 3
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_inductor() -> None:
+    model, prompt = copy.deepcopy(get_model("qwen3")), make_prompt()
+    del model.model.layers[1:]
+    model.config.num_hidden_layers, model.config.layer_types = 1, ["full_attention"]
+    plain = model.generate(prompt, **GREEDY, output_logits=True)
+    tree = by_tree(model, prompt, plain.sequences, **compiling(), tree_budget=4, output_logits=True)
+    assert tree.sequences.tolist() == plain.sequences.tolist() and went_into_branches(tree)
+    torch.testing.assert_close(torch.stack(tree.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_forward_that_the_user_compiled() -> None:
+    """Recurrences break its graph, and are right all the same."""
+    model, prompt = copy.deepcopy(get_model("qwen3_5")), make_prompt()
+    plain = model.generate(prompt, **GREEDY | {"max_new_tokens": 8}).sequences
+    backend = CountingBackend()
+    model.forward = torch.compile(model.forward, backend=backend)
+    tree = by_tree(model, prompt, plain, max_new_tokens=8, tree_budget=4)
+    assert tree.sequences.tolist() == plain.tolist() and backend.num_graphs > 0
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_model_whose_graph_breaks_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = get_model("qwen3"), make_prompt()
+    plain = model.generate(prompt, **GREEDY).sequences
+    hook = model.model.layers[1].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    messages = []
+    monkeypatch.setattr(compiled.logger, "warning", messages.append)
+    try:
+        tree = by_tree(model, prompt, plain, **compiling(backend=CountingBackend()), tree_budget=8)
+    finally:
+        hook.remove()
+    assert tree.sequences.tolist() == plain.tolist() and went_into_branches(tree)
+    assert len(messages) == 1 and "without `torch.compile`" in messages[0]
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_policy_is_not_told_of_rounds_that_compile() -> None:
+    class Told(FixedBudget):
+        num_rounds = 0
+
+        def observe(self, cost: hf_ddtree.RoundCost) -> None:
+            self.num_rounds += 1
+
+    model, prompt = get_model("qwen3"), make_prompt()
+    plain = model.generate(prompt, **GREEDY).sequences
+    policy, backend = Told(4), CountingBackend()
+    tree = by_tree(model, prompt, plain, **compiling(backend=backend, dynamic=False), tree_budget=policy)
+    assert policy.num_rounds == len(tree.ddtree_stats.trees) - backend.num_graphs > 0
+    assert backend.num_graphs > 0
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_plain_decoding_still_compiles_to_one_graph() -> None:
+    """Of a model whose functions were wrapped."""
+    model, prompt = get_model("qwen3_5"), make_prompt()
+    plain = model.generate(prompt, **GREEDY).sequences
+    by_tree(model, prompt, plain, max_new_tokens=4)
+    arguments = GREEDY | compiling(backend=CountingBackend(), fullgraph=True)
+    assert model.generate(prompt, **arguments).sequences.tolist() == plain.tolist()

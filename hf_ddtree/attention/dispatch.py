@@ -27,6 +27,7 @@ from .kimi_delta import tree_kimi_delta
 from .mamba2 import tree_mamba2
 from .path_state import PathFactors
 from .query_scale import scale_correction, scales_queries
+from .tracing import traced
 from .tree_batch import TreeBatch
 
 
@@ -35,18 +36,19 @@ class TreePass:
 
     Args:
         trees: The round's trees.
-        num_before: For each row the entries in the cache in front of its root.
+        num_before: `(batch,)`, for each row the entries in the cache in front of its root.
 
     Attributes:
         trees: The round's trees.
+        num_before: As given.
         path_factors: One entry a layer with a recurrence, in the order of the layers.
         conv_inputs: One entry a layer with a convolution, in the order of the layers: `(batch, channels, cached + n)`,
             its cached inputs followed by the nodes'.
     """
 
-    def __init__(self, trees: TreeBatch, num_before: list[int]) -> None:
+    def __init__(self, trees: TreeBatch, num_before: list[int] | Tensor) -> None:
         self.trees = trees
-        self._num_before = num_before
+        self.num_before = num_before
         self.path_factors: list[PathFactors] = []
         self.conv_inputs: list[Tensor] = []
         self._windows: dict[tuple[int, int, torch.device], Tensor] = {}
@@ -70,11 +72,12 @@ class TreePass:
         """`scale_correction`, made once for all layers that are alike."""
         key = attn_scale, floor_scale
         if key not in self._scale_corrections:
-            num_before = on_device(self._num_before, self.trees.depths.device)[:, None]
+            num_before = on_device(self.num_before, self.trees.depths.device)[:, None]
             self._scale_corrections[key] = scale_correction(num_before, self.trees.depths, *key)
         return self._scale_corrections[key]
 
 
+_lock = threading.Lock()
 _active: ContextVar[TreePass | None] = ContextVar("hf_ddtree_tree_pass", default=None)
 
 
@@ -82,10 +85,21 @@ _active: ContextVar[TreePass | None] = ContextVar("hf_ddtree_tree_pass", default
 def active(tree_pass: TreePass) -> Iterator[None]:
     """Sends this context's calls to the tree operators. Other threads and tasks are not affected."""
     token = _active.set(tree_pass)
+    with _lock:
+        traced.num_untraced += 1
     try:
         yield
     finally:
+        with _lock:
+            traced.num_untraced -= 1
         _active.reset(token)
+
+
+def _current() -> TreePass | None:
+    """The tree that a call is for, if any. While traced, a call asks the context only if it could be for one there."""
+    if torch.compiler.is_compiling() and (traced.tree_pass is not None or traced.num_untraced == 0):
+        return traced.tree_pass
+    return _active.get()
 
 
 def _gated_delta_rule(tree_pass: TreePass, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -182,7 +196,7 @@ def _causal_conv_step(
 
 
 def _correct_queries(attention: Any, module: nn.Module, args: Any, queries: Tensor) -> Tensor | None:
-    tree_pass = _active.get()
+    tree_pass = _current()
     if tree_pass is None:
         return None
     correction = tree_pass.scale_correction(attention.attn_scale, attention.floor_scale)
@@ -214,7 +228,6 @@ MIXERS: dict[str, tuple[str, ...]] = {
     "ShortConv": ("causal_conv1d_fn",),
 }
 
-_lock = threading.Lock()
 _originals: dict[tuple[ModuleType, str], Callable[..., Any]] = {}
 _hooked: WeakSet[nn.Module] = WeakSet()
 
@@ -257,7 +270,7 @@ def _own_hooks(module: nn.Module) -> list[int]:
 def _dispatcher(original: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def dispatcher(*args: Any, **kwargs: Any) -> Any:
-        tree_pass = _active.get()
+        tree_pass = _current()
         if tree_pass is None:
             return original(*args, **kwargs)
         return operator(tree_pass, *args, **kwargs)

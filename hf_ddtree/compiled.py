@@ -1,0 +1,97 @@
+"""A target's forward over a tree as one graph, for `torch.compile`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput, logging
+
+from .attention.dispatch import TreePass
+from .attention.path_state import PathFactors
+from .attention.tracing import traced
+from .attention.tree_batch import TreeBatch
+from .compat import default_compile_config
+
+logger = logging.get_logger(__name__)
+
+
+class CompiledForward:
+    """Runs a model's forward as `torch.compile` makes it: once for each shape, and again in later calls.
+
+    Must be a single graph, as its halves could not hand the tree to each other. A model that breaks it runs as it is.
+
+    Args:
+        model: The target.
+        compile_config: How to compile; its `fullgraph` is always taken as True.
+    """
+
+    def __init__(self, model: PreTrainedModel, compile_config: CompileConfig) -> None:
+        self._model = model
+        self._compiled: Any = torch.compile(_forward, **compile_config.to_dict() | {"fullgraph": True})
+
+    def __call__(
+        self, model_inputs: dict[str, Any], tree_pass: TreePass | None, layer_ids: Sequence[int]
+    ) -> tuple[ModelOutput, list[Tensor]] | None:
+        """Runs it, if it can be compiled.
+
+        Args:
+            model_inputs: What the model's forward takes.
+            tree_pass: The forward of a tree, which gets what the stateful layers leave; None if it is no such forward.
+            layer_ids: Decoder layers that hooks of a `FeatureRecorder` are on.
+
+        Returns:
+            The model's outputs, and those of the layers; None if nothing has run.
+        """
+        if self._compiled is None:
+            return None
+        # As a tensor: there is a graph for each value of a number.
+        tree = None if tree_pass is None else (tree_pass.trees, torch.as_tensor(tree_pass.num_before, device="cpu"))
+        try:
+            outputs, features, path_factors, conv_inputs = self._compiled(
+                self._model, model_inputs, tuple(layer_ids), tree
+            )
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self._compiled = None
+            reason = str(error).strip().partition("\n")[0]
+            logger.warning(f"{type(self._model).__name__} runs without `torch.compile`, which says: {reason}")
+            return None
+        if tree_pass is not None:
+            tree_pass.path_factors.extend(PathFactors(*factors) for factors in path_factors)
+            tree_pass.conv_inputs.extend(conv_inputs)
+        return outputs, features
+
+
+def _forward(
+    model: nn.Module, inputs: dict[str, Any], layer_ids: tuple[int, ...], tree: tuple[TreeBatch, Tensor] | None
+) -> tuple[ModelOutput, list[Tensor], list[tuple[Tensor, Tensor, Tensor]], list[Tensor]]:
+    """What is compiled."""
+    features: dict[int, Tensor] = {}
+    tree_pass = None if tree is None else TreePass(*tree)
+    traced.tree_pass, traced.features = tree_pass, features
+    outputs = model(**inputs, return_dict=True)
+    traced.tree_pass, traced.features = None, None
+    of_layers = [features[layer_id] for layer_id in layer_ids]
+    if tree_pass is None:
+        return outputs, of_layers, [], []
+    factors = [(one.log_decay, one.left, one.right) for one in tree_pass.path_factors]
+    return outputs, of_layers, factors, tree_pass.conv_inputs
+
+
+def compiled_forward(
+    model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> CompiledForward | None:
+    """The compiled forward where plain decoding would compile its own: by default, over static caches on a GPU."""
+    if not model._valid_auto_compile_criteria(model_kwargs, generation_config):
+        return None
+    return CompiledForward(model, generation_config.compile_config or default_compile_config(model))
+
+
+def num_graphs() -> int:
+    """How many graphs were compiled in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]
