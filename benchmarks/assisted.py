@@ -34,11 +34,11 @@ from transformers import PreTrainedModel
 
 from hf_ddtree.testing import SetAccuracyGenerator
 
-LENGTHS = 7, 15
-NODES = 8, 16, 32
+LENGTH = 15
+NODES = 16, 32
 PROMPT_LENGTH = 64
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-OURS, THEIRS = "chain of", "Transformers, chain of"
+OURS, THEIRS = "chain", "Transformers' chain"
 
 
 class AssistedGenerator(SetAccuracyGenerator):
@@ -121,7 +121,7 @@ def make_qwen3(is_small: bool) -> PreTrainedModel:
     return scale(transformers.Qwen3ForCausalLM(config))
 
 
-def make_native_pair(is_small: bool, block_size: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+def make_native_pair(is_small: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
     shape = {"hidden_size": 512, "intermediate_size": 128 if is_small else 1536, "head_dim": 64}
     shape |= {"num_attention_heads": 8, "num_key_value_heads": 2}
     layers = 2 if is_small else 10
@@ -142,7 +142,7 @@ def make_native_pair(is_small: bool, block_size: int) -> tuple[PreTrainedModel, 
         transformers.MuseGlimmerAssistantConfig(
             num_hidden_layers=2,
             layer_types=["full_attention"] * 2,
-            block_size=block_size,
+            block_size=1 + LENGTH,
             mask_token_id=1,
             target_layer_ids=[0, layers - 1],
             **shape,
@@ -167,43 +167,38 @@ def measure_oracle(prompts: int, tokens: int, accuracy: float, is_small: bool) -
         if method == "plain":
             return stopwatch.run(prompt, tokens)
         settings = sequences[id(prompt)], model.config.vocab_size, accuracy
-        number = int(method.split()[-1])
-        if method.startswith(THEIRS):
-            generator = AssistedGenerator(PROMPT_LENGTH, *settings, shape="chain", horizon=number)
+        if method == THEIRS:
+            generator = AssistedGenerator(PROMPT_LENGTH, *settings, shape="chain", horizon=LENGTH)
             with assisting(model, generator) as arguments:
                 return stopwatch.run(prompt, tokens, **arguments)
-        is_chain = method.startswith(OURS)
-        generator = SetAccuracyGenerator(*settings, shape="chain" if is_chain else "best_first")
-        strategy = "dflash" if is_chain else "ddtree"
-        return stopwatch.run(
-            prompt, tokens, candidate_generator=generator, generation_strategy=strategy, tree_budget=number
-        )
+        generator = SetAccuracyGenerator(*settings, "chain" if method == OURS else "best_first", horizon=LENGTH)
+        return stopwatch.run(prompt, tokens, candidate_generator=generator, **ours(method))
 
-    methods = ["plain", *(f"{whose} {length}" for length in LENGTHS for whose in (THEIRS, OURS))]
-    methods += [f"tree of {nodes}" for nodes in NODES]
-    return measure("oracle", model, prompts_of(model.config.vocab_size, prompts), tokens, methods, run, sequences)
+    return measure("oracle", model, prompts_of(model.config.vocab_size, prompts), tokens, run, sequences)
+
+
+def ours(method: str) -> dict[str, Any]:
+    """The package's arguments of `generate()` for its chain or a tree."""
+    if method == OURS:
+        return {"generation_strategy": "dflash", "tree_budget": LENGTH}
+    return {"generation_strategy": "ddtree", "tree_budget": int(method.split()[-1])}
 
 
 def measure_native(prompts: int, tokens: int, accuracy: float, is_small: bool) -> list[dict[str, Any]]:
-    length = min(LENGTHS)
-    model, drafter = make_native_pair(is_small, length + 1)
+    model, drafter = make_native_pair(is_small)
     vocab_size = model.config.get_text_config().vocab_size
     stopwatch = Stopwatch(model)
     drafts = HiddenDrafts(drafter, model.get_output_embeddings().weight)
     sequences: dict[int, Tensor] = {}
 
     def run(method: str, prompt: dict[str, Tensor]) -> tuple[dict[str, Any], list[list[int]]]:
-        arguments: dict[str, Any] = {}
-        if method != "plain":
-            drafts.generator = SetAccuracyGenerator(sequences[id(prompt)], vocab_size, accuracy, horizon=length)
-            arguments = {"assistant_model": drafter, "tree_budget": int(method.split()[-1])}
-            arguments["generation_strategy"] = "dflash" if method.startswith(OURS) else "ddtree"
-        if method.startswith(THEIRS):
-            arguments = {"assistant_model": drafter, "speculation_type": "dflash"}
-        return stopwatch.run(prompt, tokens, **arguments)
+        if method == "plain":
+            return stopwatch.run(prompt, tokens)
+        drafts.generator = SetAccuracyGenerator(sequences[id(prompt)], vocab_size, accuracy, horizon=LENGTH)
+        arguments = {"speculation_type": "dflash"} if method == THEIRS else ours(method)
+        return stopwatch.run(prompt, tokens, assistant_model=drafter, **arguments)
 
-    methods = ["plain", f"{THEIRS} {length}", f"{OURS} {length}", *(f"tree of {nodes}" for nodes in NODES)]
-    return measure("native", model, prompts_of(vocab_size, prompts), tokens, methods, run, sequences)
+    return measure("native", model, prompts_of(vocab_size, prompts), tokens, run, sequences)
 
 
 def measure(
@@ -211,38 +206,23 @@ def measure(
     model: PreTrainedModel,
     prompts: list[dict[str, Tensor]],
     tokens: int,
-    methods: list[str],
     run: Any,
     sequences: dict[int, Tensor],
 ) -> list[dict[str, Any]]:
     """Finds out what plain decoding makes of each prompt, and then runs all methods."""
     for prompt in prompts:
         sequences[id(prompt)] = model.generate(**prompt, max_new_tokens=tokens, do_sample=False)[0]
+    methods = ["plain", THEIRS, OURS, *(f"tree of {nodes}" for nodes in NODES)]
     for method in methods:
         run(method, prompts[0])
     return [{"pair": pair, **one} for one in alternate(methods, prompts, run, pair)]
 
 
 def conclude(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The methods' figures, and those of our chains and best tree against Transformers' chains."""
+    """The methods' figures, and those of the chain and the trees against Transformers' chain."""
     methods = summarise(runs)
-
-    def best(start: str) -> str:
-        return max(
-            (name for name in methods if name.startswith(start)), key=lambda name: methods[name]["against_plain"][1]
-        )
-
-    theirs, tree = best(THEIRS), best("tree")
-    lengths = [name.split()[-1] for name in methods if name.startswith(OURS)]
-    return {
-        "methods": methods,
-        "best_tree": tree,
-        "best_chain_of_transformers": theirs,
-        "tree_against_chain_of_transformers": against(runs, tree, theirs),
-        "chain_against_chain_of_transformers": {
-            length: against(runs, f"{OURS} {length}", f"{THEIRS} {length}") for length in lengths
-        },
-    }
+    others = [name for name in methods if name not in ("plain", THEIRS)]
+    return {"methods": methods, "against_transformers": {name: against(runs, name, THEIRS) for name in others}}
 
 
 def show(pair: str, entry: dict[str, Any]) -> None:
@@ -254,15 +234,13 @@ def show(pair: str, entry: dict[str, Any]) -> None:
         table.add_row(*cells)
     console = Console(width=110)
     console.print(table)
-    tree = entry["tree_against_chain_of_transformers"]
-    console.print(f"{entry['best_tree']} against {entry['best_chain_of_transformers']}: {tree[1]:.3f} ({tree})")
-    for length, chain in entry["chain_against_chain_of_transformers"].items():
-        console.print(f"chain of {length} against Transformers' of {length}: {chain[1]:.3f} ({chain})")
+    for name, (low, middle, high) in entry["against_transformers"].items():
+        console.print(f"{name} against {THEIRS}: {middle:.3f} ({low:.3f}-{high:.3f})")
 
 
 def main(
     prompts: Annotated[int, typer.Option(help="Prompts for each pair.")] = 10,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 96,
     accuracy: Annotated[float, typer.Option(help="How often the first guess at a position is right.")] = 0.7,
     small: Annotated[bool, typer.Option(help="Small models, to see that the script works.")] = False,
     output: Annotated[Path, typer.Option(help="Where to write the figures as JSON.")] = RESULTS / "assisted.json",

@@ -182,19 +182,15 @@ def assisted(results: Any) -> Iterator[str]:
     titles = {"oracle": "Qwen3, drafts for nothing", "native": "Muse Glimmer and its native DFlash drafter"}
     columns = "method", "tokens/s", "quartiles", "against plain", "tokens per forward", "ms a round"
     for pair, entry in results["summary"].items():
+        compared = {name: (median(of), spread(of)) for name, of in entry["against_transformers"].items()}
+
+        def cells(item: tuple[str, dict[str, Any]]) -> list[str]:
+            figures = method_cells(item)
+            return [*figures[:5], figures[6], *compared.get(item[0], ("", ""))]  # noqa: B023
+
         yield from (f"**{titles[pair]}**", "")
-        yield from rows(columns, ((*method_cells(of)[:5], method_cells(of)[6]) for of in entry["methods"].items()))
+        yield from rows((*columns, "against Transformers' chain", "quartiles"), map(cells, entry["methods"].items()))
         yield ""
-        yield f"{entry['best_tree'].capitalize()} against the faster of Transformers' chains: " + times_as_fast(
-            entry["tree_against_chain_of_transformers"]
-        )
-        for length, chain in entry["chain_against_chain_of_transformers"].items():
-            yield f"Chain of {length} against Transformers' of {length}: {times_as_fast(chain)}"
-        yield ""
-
-
-def times_as_fast(values: Sequence[float]) -> str:
-    return f"{median(values)} times as fast ({spread(values)})."
 
 
 def tree_building(results: Any) -> Iterator[str]:

@@ -55,7 +55,7 @@ def test_every_run_is_kept_with_what_it_was(results: Path) -> None:
         assert set(about["machine"]) >= {"device", "threads", "python", "torch", "transformers"}
     runs = [run for name in ("auto_budget", "context", "assisted") for run in load(results, name)["runs"]]
     assert all(run["identical"] and run["seconds"] > 0 for run in runs)
-    assert all(abs(sum(run["round_ms"].values()) / run["round_ms"]["whole"] - 2) < 0.5 for run in runs)
+    assert all(0 < run["round_ms"]["target"] < run["round_ms"]["whole"] for run in runs)
 
 
 def test_methods_rotate_and_are_compared() -> None:
@@ -92,8 +92,8 @@ def test_a_workload_is_added_to_the_file(results: Path) -> None:
 def test_equal_drafters_are_right_equally_often(results: Path) -> None:
     for entry in load(results, "assisted")["summary"].values():
         tokens = {method: figures["tokens_per_forward"] for method, figures in entry["methods"].items()}
-        assert tokens["chain of 7"] == tokens["Transformers, chain of 7"] > 1
-        assert tokens["tree of 32"] > tokens["chain of 7"]
+        assert tokens["chain"] == tokens["Transformers' chain"] > 1
+        assert tokens["tree of 32"] > tokens["chain"]
 
 
 def test_the_operator_keeps_less_than_the_loop(results: Path) -> None:

@@ -127,7 +127,9 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         logits = self.drafter.compute_logits(hidden_states, self._head)
         most = self.config.tree_top_k
         if not isinstance(self.drafter, DFlash2DraftModel) or not self._is_conditional:
-            return best_tokens(logits, min(budget, most or budget))
+            # A chain of marginals takes the best token at each depth.
+            is_chain = self.config.tree_shape == "chain"
+            return best_tokens(logits, 1 if is_chain else min(budget, most or budget))
         top_k = self.drafter.config.selector_top_k
         log_probs, token_ids = best_tokens(logits, min(top_k, most or top_k))
         pair_scores = self.drafter.pair_scores(hidden_states, roots, token_ids)
