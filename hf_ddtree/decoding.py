@@ -223,6 +223,8 @@ def _emitted_along(groups: Sequence[RowGroup], paths: Sequence[list[int]]) -> li
 
 def _best_nodes(trees: Sequence[DraftTree], size: int) -> list[DraftTree]:
     """The trees of each one's `size` most probable drafted nodes."""
+    if not any(tree.num_drafted for tree in trees):
+        return list(trees)
     if size <= 0:
         return [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
     return [tree.truncate(size) for tree in trees]

@@ -34,7 +34,7 @@ class DraftTree:
         self.token_ids = token_ids
         self.parents = parents
         if log_probs is None:
-            log_probs = torch.zeros(len(token_ids), dtype=torch.float32, device="cpu")
+            log_probs = torch.from_numpy(np.zeros(len(token_ids), dtype=np.float32))
         self.log_probs = log_probs
 
     @classmethod
@@ -89,7 +89,9 @@ class DraftTree:
     @classmethod
     def root_only(cls, token_id: int) -> DraftTree:
         """A tree with nothing drafted."""
-        return cls(torch.tensor([token_id], device="cpu"), torch.tensor([-1], device="cpu"))
+        return cls(
+            torch.from_numpy(np.array([token_id], dtype=np.int64)), torch.from_numpy(np.array([-1], dtype=np.int64))
+        )
 
     @classmethod
     def chain(cls, token_ids: Sequence[int]) -> DraftTree:

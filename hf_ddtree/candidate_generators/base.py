@@ -261,6 +261,9 @@ def _check_tree(tree: DraftTree, root: int, vocab_size: int | None) -> None:
             "The candidate generator proposed a tree whose `token_ids` and `parents` are no vectors of int64 "
             "on the CPU, of the same length. Build trees with `DraftTree.from_parents`, which checks."
         )
+    if len(tree) == 1 and _is_vector(tree.log_probs, 1, torch.float32):
+        if (tree.token_ids.item(), tree.parents.item(), tree.log_probs.item()) == (root, -1, 0.0):
+            return  # the root alone, as in most rounds of a lookup that finds nothing
     tokens, parents = tree.token_ids.numpy(), tree.parents.numpy()
     if tokens[0] != root:
         raise ValueError(

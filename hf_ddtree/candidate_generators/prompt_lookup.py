@@ -24,7 +24,7 @@ INDEXED_LENGTHS = (1, 2, 4, 8, 16)
 MOST_OCCURRENCES = 24
 # A node that is less probable costs more than it brings, and so does a tree that promises fewer tokens.
 LEAST_PROBABILITY = 0.04
-LEAST_GAIN = 0.25
+LEAST_GAIN = 0.5
 # How often a match of each indexed length is believed to be right before any was seen, and what such a belief weighs
 # in observations. In turn: the longest match; a shorter one, where longer ones were wrong; one that was right so far.
 PRIORS = ((0.1, 0.25, 0.45, 0.6, 0.85), (0.1, 0.2, 0.25, 0.25, 0.25), (0.4, 0.6, 0.75, 0.85, 0.95))
