@@ -328,6 +328,8 @@ def _features_of(features: Tensor | None, paths: Sequence[list[int]]) -> tuple[T
     if features is None:
         return None, counts
     if len(paths) == 1:
+        if paths[0] == list(range(counts[0])):
+            return features[:, : counts[0]], counts
         return features.index_select(1, on_device(paths[0], features.device)), counts
     longest = max(counts)
     index = on_device([path + [0] * (longest - len(path)) for path in paths], features.device)

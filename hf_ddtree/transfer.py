@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def on_device(values: Tensor | list[Any], device: torch.device) -> Tensor:
-    """A tensor of the CPU, or a list of numbers, on a device, without waiting for what the device still has to do.
+    """A tensor, or a list of integers as int64, on a device, without waiting for what the device still has to do.
 
     Args:
-        values: What nobody changes later on.
+        values: What nobody changes later on; a tensor of the CPU.
         device: Any; a tensor that is there already is returned as it is.
     """
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
     # CUDA takes a copy of pageable memory before it returns; with Metal the memory would have to stay as it is.
     return tensor.to(device, non_blocking=device.type != "mps")

@@ -187,7 +187,7 @@ def commit(
             layer.keys = committed.last_entries(layer.keys, kept, dim=-2)
             layer.values = committed.last_entries(layer.values, kept, dim=-2)
             layer.cumulative_length = rows.num_cached
-        elif isinstance(layer, DynamicLayer) and not committed.is_whole_tree:
+        elif isinstance(layer, DynamicLayer):
             layer.keys = committed.in_place(layer.keys)
             layer.values = committed.in_place(layer.values)
         elif isinstance(layer, StaticLayer):
@@ -262,18 +262,21 @@ class _CommittedPaths:
         self._num_cached = num_cached
         self._indices: dict[tuple[Any, ...], Tensor] = {}
         self.is_empty = not any(paths)
-        # Then what was fed is in its place already: behind each row's entries, if all rows have as many.
+        # Then what is kept is in its place already: behind each row's entries, if all rows have as many.
         is_level = bool((before == before[0]).all())
-        self.is_whole_tree = is_level and all(len(path) == num_nodes for path in paths)
+        self._is_prefix = is_level and all(path == list(range(len(path))) for path in paths)
+        self._is_even = min(map(len, paths)) == longest
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The padded paths `(batch, longest)`, and their lengths `(batch,)` unless all are equally long."""
-        uneven = bool((self._lengths != self._path.shape[1]).any())
-        return on_device(self._path, device), on_device(self._lengths, device) if uneven else None
+        return on_device(self._path, device), None if self._is_even else on_device(self._lengths, device)
 
     def last_entries(self, entries: Tensor, count: int, dim: int) -> Tensor:
         """The last `count` entries of each row, aligned at the end, along `dim` of `(batch, ...)`."""
         first = entries.shape[dim] - self._num_nodes
+        start = first + self._path.shape[1] - count
+        if self._is_prefix and self._is_even and start >= 0:
+            return entries.narrow(dim, start, count)
 
         def index() -> Tensor:
             from_end = torch.arange(count, 0, -1, device="cpu")
@@ -285,6 +288,8 @@ class _CommittedPaths:
 
     def in_place(self, entries: Tensor) -> Tensor:
         """Moves the paths' entries of `(batch, ..., n, dim)` behind each row's committed ones; cuts off the rest."""
+        if self._is_prefix:
+            return entries[..., : self._num_cached, :]
         first = int(self._before.max())
 
         def source() -> Tensor:

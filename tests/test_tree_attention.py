@@ -15,6 +15,7 @@ from families import CASES, CONV_KERNEL, FAMILIES, RECURRENT_FAMILIES, VOCAB_SIZ
 from families import make_model as model_of
 from random_trees import SHAPES, is_prefix, random_path, random_tree
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
@@ -299,3 +300,37 @@ def test_a_copied_model_scales_its_queries_once():
         check_round(model, random.Random(0), 13, "bushy")
     dispatch.uninstall()
     check_round(model, random.Random(0), 13, "bushy")
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that are run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_first_nodes_are_committed_by_a_slice(family, rows):
+    """Their keys are in their place already, and nothing is copied; nodes further on have to be moved."""
+    model = model_of(family, first_implementation(family))
+    tree = DraftTree.from_parents([3, 5, 7, 9, 2], [-1, 0, 1, 1, 3])
+    context = list(range(1, 13))
+    for path, is_slice in (([0, 1, 2], True), ([0], True), ([0, 1, 3, 4], False)):
+        decoding = Decoding(model, [context] * rows)
+        with recording_past(decoding.cache):
+            decoding.verify([tree] * rows)
+            with Operations() as operations:
+                decoding.commit([path] * rows)
+        copies = {"index_select", "gather", "copy_", "clone", "scatter_", "cat"}.intersection(operations.names)
+        assert bool(copies) != is_slice, copies
+        following = decoding.next_logits([[4]] * rows)
+        expected = plain_logits(model, [context + tree.tokens_of(path) + [4]])[0][-1]
+        for row in following:
+            assert_close(row[-1], expected, f"after {path}")
