@@ -127,7 +127,7 @@ class DraftTree:
         depths = [0]
         for parent in self._parent_list[1:]:
             depths.append(depths[parent] + 1)
-        return torch.tensor(depths, device="cpu")
+        return torch.from_numpy(np.array(depths, dtype=np.int64))
 
     @cached_property
     def ancestor_mask(self) -> Tensor:

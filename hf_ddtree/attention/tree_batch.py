@@ -33,8 +33,8 @@ class TreeBatch:
         """Packs one tree a row, padded to the largest or to `least_nodes`, and moves the result to `device`."""
         if len(trees) == 1 and len(trees[0]) >= least_nodes:
             tree = trees[0]
-            nodes = tree.token_ids[None], tree.depths[None], tree.parents[None]
-            ancestor_mask = tree.ancestor_mask[None]
+            nodes = tree.token_ids.unsqueeze(0), tree.depths.unsqueeze(0), tree.parents.unsqueeze(0)
+            ancestor_mask = tree.ancestor_mask.unsqueeze(0)
         else:
             size = max(least_nodes, *map(len, trees))
             token_ids = torch.stack([_pad(tree.token_ids, size, int(tree.token_ids[0])) for tree in trees])
