@@ -265,6 +265,7 @@ def by_budget(figures: dict[str, float], *kinds: str) -> Iterator[str]:
 BLOCKS: dict[str, tuple[str, Block]] = {
     "overview": ("auto_budget", overview),
     "cache": ("context", cache),
+    "tree_probabilities_9_minutes": ("tree_probabilities_9_minutes", tree_probabilities),
 } | {
     block.__name__: (block.__name__, block)
     for block in (
