@@ -1,4 +1,4 @@
-"""Checks by hand what no test of this repository can without a GPU; under five minutes on one.
+"""Checks by hand what no test of this repository can without a GPU; some minutes on one.
 
     python scripts/gpu_check.py --output gpu_check.json
     python scripts/gpu_check.py --device cpu --quick      # the same code on tiny models, as the tests run it
@@ -7,12 +7,16 @@
    how many tokens a forward is fed, so near ties may go either way. At the first difference, the logits of the two
    tokens must lie within twice the noise measured for that model: how far the logits of plain decoding are from those
    of one forward over the same tokens, in the same dtype and in float32.
-2. Times that a round makes the host wait for the GPU (PyTorch's `set_sync_debug_mode`).
+2. Times that a round makes the host wait for the GPU (PyTorch's `set_sync_debug_mode`). With the pair that ships it
+   shall be two: one for the draft, one for the walk. The drafter of the random hybrids looks at tokens on the host.
 3. Memory that a node of the tree takes while it is verified.
-4. Speed: plain decoding, chain, trees of several budgets, on the pair that ships and on a random Qwen3.5 hybrid of
-   half a billion parameters whose drafter is right as often as it is told to be.
+4. Trees that are searched on the GPU against those that the host builds of the same candidates, which have to be
+   transferred first: whether they are equal, and the time of both.
+5. Speed: plain decoding, chain, trees of several budgets, on the pair that ships and on random Qwen3.5 hybrids of half
+   a billion and of about three billion parameters, whose drafter is right as often as it is told to be; with CUDA
+   graphs as well.
 
-Exits with an error if a family fails the first check.
+Exits with an error if a family fails the first check, or if trees differ.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +42,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_ddtree
 from hf_ddtree.demo import demo_prompts
+from hf_ddtree.draft_tree import best_tokens, build_tree, conditional_candidates, on_host
 from hf_ddtree.testing import SetAccuracyGenerator
+from hf_ddtree.tree_search import search_trees
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 2}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -196,9 +202,11 @@ class Bench:
         self._accuracy = accuracy
         self._plain = [self.decode("plain", index).sequences[0] for index in range(len(prompts))]
 
-    def decode(self, method: str, index: int, new_tokens: int | None = None) -> Any:
-        """Decodes a prompt by `"plain"`, `"chain"`, or `"tree B"` with a budget of `B` nodes."""
+    def decode(self, method: str, index: int, new_tokens: int | None = None, do_sample: bool = False) -> Any:
+        """Decodes a prompt by `"plain"`, `"chain"`, or `"tree B"` with a budget of `B` nodes; with `" static"` behind
+        it over a static cache, where Transformers compiles forwards on a GPU, with CUDA graphs."""
         arguments: dict[str, Any] = {}
+        method, *static = method.split(" static")
         if method != "plain":
             budget = HORIZON if method == "chain" else int(method.split()[1])
             arguments = {"generation_strategy": "dflash" if method == "chain" else "ddtree", "tree_budget": budget}
@@ -210,10 +218,12 @@ class Bench:
                 arguments["candidate_generator"] = SetAccuracyGenerator(
                     self._plain[index], vocab_size, self._accuracy, shape
                 )
+        if static:
+            arguments["cache_implementation"] = "static"
         return self._model.generate(
             self.prompts[index],
             max_new_tokens=new_tokens or self.new_tokens,
-            do_sample=False,
+            do_sample=do_sample,
             eos_token_id=-1,
             pad_token_id=0,
             return_dict_in_generate=True,
@@ -223,11 +233,14 @@ class Bench:
     def speed(self) -> list[dict[str, Any]]:
         """Tokens a second of every method, methods alternating."""
         methods = ["plain", "chain", *(f"tree {budget}" for budget in BUDGETS)]
+        if torch.cuda.is_available():
+            methods += ["plain static", "chain static", "tree 32 static"]
         seconds: dict[str, list[float]] = {method: [] for method in methods}
         lengths: dict[str, list[int]] = {method: [] for method in methods}
         agreeing = dict.fromkeys(methods, 0)
         for method in methods:
-            self.decode(method, 0, new_tokens=min(16, self.new_tokens))
+            # A graph belongs to a length of the static cache, and so to a whole call.
+            self.decode(method, 0, new_tokens=self.new_tokens if "static" in method else min(16, self.new_tokens))
         for index, expected in enumerate(self._plain):
             shift = index % len(methods)
             for method in methods[shift:] + methods[:shift]:
@@ -235,7 +248,7 @@ class Bench:
                 output = self.decode(method, index)
                 sequence = output.sequences[0].tolist()  # waits for the GPU
                 seconds[method].append(time.perf_counter() - start)
-                lengths[method] += [1] if method == "plain" else output.ddtree_stats.accepted_lengths
+                lengths[method] += [1] if method.startswith("plain") else output.ddtree_stats.accepted_lengths
                 agreeing[method] += sequence == expected.tolist()
         return [
             {
@@ -248,14 +261,19 @@ class Bench:
             for method in methods
         ]
 
-    def waits_per_round(self, method: str) -> float | None:
+    def waits_per_round(self, method: str, do_sample: bool = False) -> float | None:
         """Waits of a long call less those of a short one, for each round in between."""
         rounds, waits = [], []
         for new_tokens in (2, self.new_tokens):
-            stats = self.decode(method, 0, new_tokens).ddtree_stats
-            rounds.append(stats.target_forwards)
-            waits.append(waits_in(lambda new_tokens=new_tokens: self.decode(method, 0, new_tokens)))
-        return None if None in waits else (waits[1] - waits[0]) / (rounds[1] - rounds[0])
+            outputs: list[Any] = []
+
+            def call(new_tokens: int = new_tokens, outputs: list[Any] = outputs) -> None:
+                torch.manual_seed(0)
+                outputs.append(self.decode(method, 0, new_tokens, do_sample))
+
+            waits.append(waits_in(call))
+            rounds.append(outputs[-1].ddtree_stats.target_forwards)
+        return None if None in waits else (waits[1] - waits[0]) / max(1, rounds[1] - rounds[0])
 
     def bytes_per_node(self, small: int = 32, large: int = 256) -> float | None:
         """Memory of a round of many nodes less that of one of few, for each node in between."""
@@ -263,19 +281,73 @@ class Bench:
         return None if few is None or many is None else (many - few) / (large - small)
 
 
-def make_benches(device: str, quick: bool) -> dict[str, Bench]:
+def milliseconds(call: Callable[[], Any], device: str, repeats: int) -> float:
+    """Median time of a call that ends on the host, after one that does not count."""
+    seconds = []
+    for _ in range(1 + repeats):
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return 1000 * statistics.median(seconds[1:])
+
+
+def check_tree_search(device: str, quick: bool) -> list[dict[str, Any]]:
+    """Trees of marginal and of conditional candidates, searched where they are and built on the host."""
+    torch.manual_seed(0)
+    vocab, repeats = (500, 2) if quick else (150000, 20)
+    rows = []
+    for batch_size, budget in ((1, 16), (1, 64), (4, 64), (1, 256)):
+        logits = 4 * torch.randn(batch_size, HORIZON, vocab, device=device)
+        pair_scores = torch.randn(batch_size, HORIZON, 16, 16, device=device)
+        roots = [1] * batch_size
+        for name, candidates in (
+            ("marginal", best_tokens(logits, budget)),
+            ("conditional", conditional_candidates(*best_tokens(logits, 16), pair_scores)),
+        ):
+
+            def search(candidates: Any = candidates, roots: Any = roots, budget: int = budget) -> Any:
+                log_probs, token_ids, *next_state = candidates
+                return search_trees(log_probs, token_ids, roots, budget, "best_first", None, *next_state)
+
+            def build(candidates: Any = candidates, roots: Any = roots, budget: int = budget) -> Any:
+                of_rows = zip(*on_host(*candidates))
+                return [
+                    build_tree(log_probs, token_ids, root, budget, "best_first", None, False, *next_state)
+                    for root, (log_probs, token_ids, *next_state) in zip(roots, of_rows)
+                ]
+
+            rows.append(
+                {
+                    "candidates": name,
+                    "rows": batch_size,
+                    "budget": budget,
+                    "equal": all(
+                        torch.equal(one.token_ids, other.token_ids)
+                        and torch.equal(one.parents, other.parents)
+                        and torch.equal(one.log_probs, other.log_probs)
+                        for one, other in zip(search(), build(), strict=True)
+                    ),
+                    "search_ms": milliseconds(search, device, repeats),
+                    "build_ms": milliseconds(build, device, repeats),
+                }
+            )
+    return rows
+
+
+def make_benches(device: str, quick: bool) -> Iterator[tuple[str, Bench]]:
+    """One at a time, so that no two models take memory at once."""
     dtype = torch.float32 if quick else torch.bfloat16
     model, drafter, tokenizer = hf_ddtree.load_demo(dtype=dtype)
     texts = [entry["prompt"] for entry in demo_prompts()[: 2 if quick else 12]]
     prompts = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
     new_tokens = 16 if quick else 256
-    size = (4, 64, 128) if quick else (24, 1024, 32000)
-    hybrid = make_model("Qwen3_5Text", device, dtype, *size)
-    random_prompts = [torch.randint(1, size[2], (1, 64), device=device) for _ in range(1 if quick else 3)]
-    return {
-        "the pair that ships": Bench(model.to(device), prompts, new_tokens, drafter.to(device)),
-        f"a random hybrid, {hybrid.num_parameters() / 1e9:.2g} B": Bench(hybrid, random_prompts, new_tokens),
-    }
+    yield "the pair that ships", Bench(model.to(device), prompts, new_tokens, drafter.to(device))
+    for size in [(4, 64, 128)] if quick else [(24, 1024, 32000), (32, 2560, 64000)]:
+        hybrid = make_model("Qwen3_5Text", device, dtype, *size)
+        random_prompts = [torch.randint(1, size[2], (1, 64), device=device) for _ in range(1 if quick else 3)]
+        yield f"a random hybrid, {hybrid.num_parameters() / 1e9:.2g} B", Bench(hybrid, random_prompts, new_tokens)
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
@@ -299,16 +371,19 @@ def main(
         "transformers": transformers.__version__,
         "hf_ddtree": hf_ddtree.__version__,
         "families": check_families(device, quick),
+        "tree_search": check_tree_search(device, quick),
         "rounds": [],
         "speed": {},
     }
     show("tree against plain decoding", report["families"])
-    for name, bench in make_benches(device, quick).items():
+    show("trees where the candidates are, and on the host", report["tree_search"])
+    for name, bench in make_benches(device, quick):
         report["rounds"].append(
             {
                 "target": name,
                 "waits_per_round (chain)": bench.waits_per_round("chain"),
                 "waits_per_round (tree 32)": bench.waits_per_round("tree 32"),
+                "waits_per_round (tree 32, sampled)": bench.waits_per_round("tree 32", do_sample=True),
                 "bytes_per_node": bench.bytes_per_node(),
             }
         )
@@ -319,6 +394,8 @@ def main(
     print(f"{report['device']}: {report['seconds']:.0f} s")
     if output is not None:
         output.write_text(json.dumps(report, indent=1) + "\n")
+    if not all(row["equal"] for row in report["tree_search"]):
+        raise SystemExit("Trees that are searched on the device differ from those that are built on the host.")
     failed = [f"{row['family']} in {row['dtype']}" for row in report["families"] if not row["passed"]]
     if failed:
         raise SystemExit(f"Tree decoding differs from plain decoding by more than noise: {', '.join(failed)}.")

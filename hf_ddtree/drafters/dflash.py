@@ -286,7 +286,9 @@ class DFlashAttention(nn.Module):
         cache: DFlashContextCache | None,
         context_mask: Tensor | None,
         attention_mask: Tensor | None,
+        masks: dict[tuple[Any, ...], Tensor | None],
     ) -> Tensor:
+        """As `DFlashDraftModel.forward`; `masks` keeps what is made for one layer for those that are alike."""
         length = block.shape[1]
         source = block if context is None else torch.cat((context, block), dim=1)
         num_context = source.shape[1] - length
@@ -304,15 +306,10 @@ class DFlashAttention(nn.Module):
         if reach is not None and attention_mask is None:
             key, value = key[:, :, -(reach + length) :], value[:, :, -(reach + length) :]
         if attention_mask is None:
-            attention_mask = _block_mask(
-                length,
-                key.shape[2] - length,
-                self.window,
-                self.window_from_root,
-                self.is_causal,
-                context_mask,
-                block.device,
-            )
+            kind = length, key.shape[2] - length, self.window, self.window_from_root, self.is_causal
+            if kind not in masks:
+                masks[kind] = _block_mask(*kind, context_mask, block.device)
+            attention_mask = masks[kind]
         attended = F.scaled_dot_product_attention(
             query, key, value, attention_mask, scale=self.scaling, enable_gqa=self.is_grouped
         )
@@ -450,8 +447,9 @@ class DFlashDraftModel(PreTrainedModel):
         cos, sin = self.rotary_emb(inputs_embeds, position_ids)
         rotary = cos[:, None], sin[:, None]
         hidden_states = inputs_embeds
+        masks: dict[tuple[Any, ...], Tensor | None] = {}
         for layer in self.layers:
-            hidden_states = layer(hidden_states, context, rotary, cache, context_mask, attention_mask)
+            hidden_states = layer(hidden_states, context, rotary, cache, context_mask, attention_mask, masks)
         return self.norm(hidden_states)
 
     def compute_logits(self, hidden_states: Tensor, lm_head: nn.Module) -> Tensor:
