@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,15 @@ from .attention.tree_batch import TreeBatch
 from .compat import default_compile_config
 
 logger = logging.get_logger(__name__)
+# Models that could not be compiled, which takes long to find out.
+_uncompilable: WeakSet[PreTrainedModel] = WeakSet()
 
 
 class CompiledForward:
     """Runs a model's forward as `torch.compile` makes it: once for each shape, and again in later calls.
 
-    Must be a single graph, as its halves could not hand the tree to each other. A model that breaks it runs as it is.
+    Must be a single graph, as its halves could not hand the tree to each other. A model that breaks it runs as it is,
+    in later calls too.
 
     Args:
         model: The target.
@@ -47,7 +51,7 @@ class CompiledForward:
         Returns:
             The model's outputs, and those of the layers; None if nothing has run.
         """
-        if self._compiled is None:
+        if self._model in _uncompilable:
             return None
         # As a tensor: there is a graph for each value of a number.
         tree = None if tree_pass is None else (tree_pass.trees, torch.as_tensor(tree_pass.num_before, device="cpu"))
@@ -56,7 +60,7 @@ class CompiledForward:
                 self._model, model_inputs, tuple(layer_ids), tree
             )
         except torch._dynamo.exc.TorchDynamoException as error:
-            self._compiled = None
+            _uncompilable.add(self._model)
             reason = str(error).strip().partition("\n")[0]
             logger.warning(f"{type(self._model).__name__} runs without `torch.compile`, which says: {reason}")
             return None
