@@ -27,7 +27,7 @@ from .processes import Processes
 from .rows import CommittedRows
 from .static_cache import most_drafted
 from .support import check_cache
-from .transfer import on_device
+from .transfer import on_device, searches
 from .verification import FeatureRecorder, attention_windows, commit, recording_past, step, verify
 
 PADDING_AT_ONCE = 64
@@ -194,7 +194,7 @@ def look_ahead(
     tree_pass: TreePass | None = None,
 ) -> LookAhead | None:
     """The target's choices at all nodes if the logits are on an accelerator and no choice depends on others."""
-    if logits.device.type == "cpu" or not chooser.looks_ahead:
+    if not searches(logits.device) or not chooser.looks_ahead:
         return None
     padding = {
         row: group.sequences.pad_token

@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 
 
+def searches(device: torch.device) -> bool:
+    """Whether trees are searched and walked on a device, to spare the host from waiting for it. Not with Metal, which
+    lacks operations on 64-bit integers."""
+    return device.type not in ("cpu", "mps")
+
+
 def on_device(values: Tensor | list[Any], device: torch.device) -> Tensor:
     """A tensor, or a list of integers as int64, on a device, without waiting for what the device still has to do.
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..configuration import DDTreeConfig
 from ..draft_tree import DraftTree, best_tokens, build_tree, conditional_candidates, on_host
 from ..drafters import DFlash2DraftModel, DFlashContextCache, DFlashDraftModel, check_drafter_fits
-from ..transfer import on_device
+from ..transfer import on_device, searches
 from ..tree_search import search_trees
 from .base import DraftContext, KnownSequences, TreeCandidateGenerator, join_features
 
@@ -106,7 +106,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
             self._target_token_ids = self._target_token_ids.to(token_ids.device)
             token_ids = self._target_token_ids[token_ids]
         shape = self.config.tree_shape or "best_first"
-        if log_probs.device.type != "cpu" and self._calibration is None:
+        if searches(log_probs.device) and self._calibration is None:
             with self.building():
                 return search_trees(log_probs, token_ids, context.roots, budget, shape, None, *next_state)
         # What is learned from has to be on the host, and then trees are built there.
