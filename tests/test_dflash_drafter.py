@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_ddtree.drafters import DFlashConfig, DFlashContextCache, DFlashDraftModel
+from hf_ddtree.drafters.dflash import _block_mask
 
 HIDDEN, BLOCK, WINDOW = 16, 4, 5
 LAYER_TYPES = [["full_attention", "full_attention"], ["sliding_attention", "full_attention"]]
@@ -169,3 +170,19 @@ def test_a_context_of_inference_mode_goes_on_outside(call: str) -> None:
         assert cache.drop_padding(mask, 2).all()
         new = torch.stack((new[:, 0][:, :, [0, 2]], new[:, 1][:, :, [1, 2]]), dim=1)
     assert torch.equal(cache._append(0, new[..., :1, :], 0, None), torch.cat((new, new[..., :1, :]), dim=3))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("from_root", [False, True])
+def test_there_is_no_mask_only_where_a_window_hides_nothing(from_root):
+    """Slot `i` sees key `j`, `-context` to `block - 1`, if it is near enough to the slot, or to the root."""
+    block, context = 4, 6
+    for window in range(1, 14):
+        mask = _block_mask(block, context, window, from_root, False, None, torch.device("cpu"))
+        expected = [
+            [(j >= 0 or -j <= window) if from_root else abs(i - j) < window for j in range(-context, block)]
+            for i in range(block)
+        ]
+        assert (mask is None) == all(map(all, expected))
+        if mask is not None:
+            assert mask[0, 0].tolist() == expected

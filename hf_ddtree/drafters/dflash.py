@@ -230,8 +230,9 @@ def _block_mask(
 
     Distances are counted in real tokens, so padding anywhere in the context takes no room in a window.
     """
-    if window is None and not is_causal and context_mask is None:
-        return None
+    if not is_causal and context_mask is None:
+        if window is None or context + (0 if window_from_root else block) <= window:
+            return None
     slots = torch.arange(block, device=device)
     if context_mask is None:
         before_root = torch.arange(context, 0, -1, device=device)[None]

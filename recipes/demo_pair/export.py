@@ -53,7 +53,8 @@ def published_layout(config: DFlashConfig) -> dict[str, object]:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps")
     names += ("attention_bias", "layer_types", "rope_parameters", "num_target_layers", "tie_word_embeddings")
-    own_settings = ["mask_token_id", "target_layer_ids"]
+    names += ("sliding_window", "use_sliding_window")
+    own_settings = ["mask_token_id", "target_layer_ids", "is_causal"]
     if isinstance(config, DFlash2Config):
         own_settings += ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"]
     return {

@@ -49,6 +49,11 @@ def new_drafter(
         "target_layer_ids": TARGET_LAYER_IDS,
         "mask_token_id": mask_token_id,
         "num_target_layers": target.config.num_hidden_layers,
+        # Where it sees more than the texts that it learns from are long, a drafter is right less often.
+        "layer_types": ["sliding_attention"] * layers,
+        "sliding_window": LENGTH,
+        "use_sliding_window": True,
+        "is_causal": False,
     }
     if version == 1:
         return DFlashDraftModel(DFlashConfig(**settings))
