@@ -26,8 +26,8 @@ def script(name: str) -> Any:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of results: small ones of the scripts, and the committed ones of others."""
     folder = tmp_path_factory.mktemp("results")
-    for name in ("drafters", "tree_probabilities", "demo_replay"):
-        shutil.copy(FOLDER / "results" / f"{name}.json", folder)
+    shutil.copytree(FOLDER / "results", folder, dirs_exist_ok=True)
+    (folder / "auto_budget.json").unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["benchmarks/some.py", "--output", "elsewhere", "--prompts", "1"])
         patch.setattr(script("context"), "CACHED", 256)
