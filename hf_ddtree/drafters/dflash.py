@@ -376,7 +376,8 @@ class DFlashDraftModel(PreTrainedModel):
     @property
     def device(self) -> torch.device:
         """Where the drafter computes, which is not where its weights are if they are offloaded."""
-        return execution_device(self)
+        device = self.fc.weight.device
+        return execution_device(self) if device.type == "meta" else device
 
     @property
     def target_token_ids(self) -> Tensor | None:
