@@ -2,14 +2,14 @@
 
 A round that verifies a tree takes longer than one that decodes plainly, and emits more. Which tree pays depends on the
 model, the machine, the text and the drafter, so `AutoBudget` learns all of it while decoding: the time of a target
-forward at a handful of sizes, the time of a draft, and how far the drafter's probabilities can be trusted. Under a
-long-run rate of `r` tokens a second the tree `T` to verify is the one that maximises
+forward at a handful of sizes, the time of a draft, and how far the drafter's probabilities can be trusted. The tree
+`T` to verify is the one that maximises
 
-    E[tokens | T] - r * seconds(T)
+    E[tokens | T] / (seconds(draft) + seconds(T))
 
-(the rule for the best ratio of reward to time over a long run), where `E[tokens | T]` is one plus the sum of the
-path probabilities of the nodes of `T`: a node adds a token if its path is what the target emits. CaDDTree
-(arXiv:2606.01813) chooses by a similar estimate from a profile made beforehand.
+where `E[tokens | T]` is one plus the sum of the path probabilities of the nodes of `T`: a node adds a token if its
+path is what the target emits. A rate over many rounds in place of this round's own would count easy text that lies
+behind against hard text ahead. CaDDTree (arXiv:2606.01813) chooses by a similar estimate from a profile made before.
 """
 
 from __future__ import annotations
@@ -153,8 +153,6 @@ class AutoBudget(BudgetPolicy):
         self._times = ForwardTimes()
         self._draft_times: dict[int, deque[float]] = {}
         self._trust = Trust()
-        # Running sums of what was emitted and how long it took.
-        self._tokens, self._seconds = 0.0, 0.0
         # Tokens that recent drafts gained over plain decoding in the same time.
         self._gained: deque[float] = deque(maxlen=FIRST_LOOK)
         self._looks_again = False
@@ -182,17 +180,16 @@ class AutoBudget(BudgetPolicy):
         if size is None:
             sizes, seconds = self._times.estimate(num_cached, num_rows, self.most_nodes)
             plain_rate = num_rows / seconds[0]
-            rate = max(plain_rate, self._tokens / self._seconds if self._seconds else 0.0)
+            drafting = median(self._draft_times.get(num_rows, [0.0]))
             # Whoever is given another chance is taken at his word.
             promised = nodes.gains(None if self._looks_again else self._trust, sizes)
-            best = int(np.argmax(promised - rate * seconds))
+            best = int(np.argmax((num_rows + promised) / (drafting + seconds)))
             if self._rounds_drafted % ROUNDS_PER_RETRY == ROUNDS_PER_RETRY - 1:
                 up = self._rounds_drafted // ROUNDS_PER_RETRY % 2
                 best = min(max(best + (1 if up else -1), 0), len(sizes) - 1)
             size = int(sizes[best])
             expected = float(nodes.gains(self._trust, sizes[best : best + 1])[0])
-            cost = plain_rate * (median(self._draft_times.get(num_rows, [0.0])) + float(seconds[best])) - num_rows
-            self._round = _DraftedRound(expected, float(cost))
+            self._round = _DraftedRound(expected, float(plain_rate * (drafting + seconds[best]) - num_rows))
             self._largest = max(size, 8, int(0.9 * self._largest))
             self._rounds_drafted += 1
         self._trust.state(nodes, size)
@@ -201,15 +198,10 @@ class AutoBudget(BudgetPolicy):
     @_locked
     def observe(self, cost: RoundCost) -> None:
         self._times.add(cost.num_cached, cost.num_rows, cost.num_drafted, cost.verify_seconds)
-        seconds = cost.verify_seconds
         if cost.draft_seconds is not None:
-            times = self._draft_times.setdefault(cost.num_rows, deque(maxlen=SAMPLES))
-            times.append(cost.draft_seconds)
-            # The first draft after a prompt or a break takes up all that the target saw meanwhile.
-            seconds += median(times)
+            # The first draft after a prompt or a break takes up all that the target saw meanwhile; a median drops it.
+            self._draft_times.setdefault(cost.num_rows, deque(maxlen=SAMPLES)).append(cost.draft_seconds)
             self._trust.learn(cost.accepted)
-        self._tokens = KEPT * self._tokens + cost.num_rows + sum(cost.accepted)
-        self._seconds = KEPT * self._seconds + seconds
         if self._round is not None:
             self._decide(self._round, sum(cost.accepted), cost.num_rows)
 
