@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 import hf_ddtree
@@ -46,13 +51,17 @@ def test_every_method_runs_on_every_batch_and_is_compared(demo: tuple[Any, Any, 
         on_run=lambda done, total: counts.append((done, total)),
     )
     names = ["plain", "chain", "tree:4", "spine:4", "auto"]
+    sampled = report.summaries()[len(names) :]
+    # The last batch has a single row.
+    assert all(entry.identical == entry.compared == 1 < entry.runs for entry in sampled)
+    assert "tokens were not compared" in " ".join(str(report.table().caption).split())
     assert counts == [(done, 20) for done in range(1, 21)]
     assert {(run["temperature"], run["batch"], run["method"]) for run in report.runs} == {
         (temperature, batch, name) for temperature in (0.0, 0.7) for batch in (0, 1) for name in names
     }
     greedy = report.summaries()[: len(names)]
     assert [entry.method for entry in greedy] == names
-    assert all(entry.identical == entry.runs == 2 for entry in greedy)
+    assert all(entry.identical == entry.compared == entry.runs == 2 and not entry.differs for entry in greedy)
     assert greedy[0].speedup is None and all(entry.speedup is not None for entry in greedy[1:])
     assert all(sum(entry.accepted_lengths.values()) > 0 for entry in greedy[1:])
     tree = [run for run in report.runs if run["method"] == "tree:4" and run["temperature"] == 0]
@@ -70,9 +79,47 @@ class WrongTokens:
         return out
 
 
+WRONG = {"custom_generate": WrongTokens()}
+
+
 def test_a_wrong_token_is_noticed(demo: tuple[Any, Any, Any]) -> None:
-    report = measure(demo, [Method("plain"), Method("wrong", {"custom_generate": WrongTokens()})])
+    report = measure(demo, [Method("plain"), Method("wrong", WRONG)])
     assert [entry.identical for entry in report.summaries()] == [3, 0]
+    assert [entry.differs for entry in report.summaries()] == [False, True]
+
+
+def test_the_command_names_the_temperature_of_a_wrong_token(demo: tuple[Any, Any, Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr("hf_ddtree.cli.make_methods", lambda *_: [Method("plain"), Method("wrong", WRONG)])
+    arguments = ["bench", "--limit", "1", "--max-new-tokens", str(NEW_TOKENS), "--temperature", "0.5"]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 1 and "Not identical to plain decoding: wrong @ 0.5." in result.output
+    result = CliRunner().invoke(app, [*arguments, "--limit", "2", "--batch-size", "2"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0 and "Not identical" not in result.output
+
+
+def test_the_table_fits_into_80_columns(demo: tuple[Any, Any, Any]) -> None:
+    report = measure(demo, methods_of(demo, "tree:4"), temperatures=(0.7,))
+    console = Console(width=200, file=StringIO())
+    console.print(report.table())
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert re.match(r"tree:4 @ 0.7 +3/3 +[\d.]+ +\d\.\d\d +\d/3 +[\d.]+ +[\d.]+ +[\d.]+", lines[5]), lines
+
+
+def test_plain_decoding_is_plain_whatever_the_model_is_configured_for(demo: tuple[Any, Any, Any]) -> None:
+    model = copy.copy(demo[0])
+    model.generation_config = GenerationConfig(generation_strategy="ddtree", tree_budget=4)
+    report = benchmark(model, demo[2], PROMPTS, methods_of(demo, "tree:4"), max_new_tokens=NEW_TOKENS)
+    assert [entry.refused for entry in report.summaries()] == [None, None]
+    assert all("accepted_lengths" not in run for run in report.runs if run["method"] == "plain")
+
+
+def test_without_plain_decoding_there_are_no_figures(demo: tuple[Any, Any, Any]) -> None:
+    lookup = methods_of(demo, "lookup")[1]
+    methods = [Method("plain", {"num_beams": 2, **lookup.arguments}), *methods_of(demo, "tree:4")[1:]]
+    report = measure(demo, methods)
+    assert [bool(entry.refused) for entry in report.summaries()] == [True, True]
+    assert "None" not in str(report.table().caption) and "`num_beams` is 2" in str(report.table().caption)
 
 
 def test_a_refusal_is_reported_with_its_reason(demo: tuple[Any, Any, Any]) -> None:
@@ -103,6 +150,8 @@ def test_it_goes_on_where_it_was_stopped(demo: tuple[Any, Any, Any], tmp_path: P
     assert Report.load(tmp_path / "report.json").runs == report.runs
     with pytest.raises(ValueError, match="other settings \\(max_new_tokens\\)"):
         measure(demo, methods, output_dir=tmp_path, max_new_tokens=NEW_TOKENS + 1)
+    with pytest.raises(ValueError, match="other settings \\(prompts_digest\\)"):
+        benchmark(demo[0], demo[2], ["a", "b", "c"], methods, max_new_tokens=NEW_TOKENS, output_dir=tmp_path)
 
 
 def test_processes_share_the_batches(tmp_path: Path) -> None:
@@ -155,11 +204,29 @@ def test_compare(tmp_path: Path) -> None:
     report_of({"plain": [1.0] * 3, "tree:8": [0.4] * 3, "new": [0.1] * 3}).save(tmp_path / "b.json")
     table = compare(Report.load(tmp_path / "a.json"), Report.load(tmp_path / "b.json"))
     assert list(table.columns[0].cells) == ["plain", "tree:8"] and list(table.columns[3].cells) == ["+0.0%", "+25.0%"]
+    assert str(table.caption) == "new is only in the report after."
+    back = compare(Report.load(tmp_path / "b.json"), Report.load(tmp_path / "a.json"))
+    assert str(back.caption) == "new is only in the report before."
     paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
     assert "+25.0%" in CliRunner().invoke(app, ["bench", "--compare", *paths]).output
     (tmp_path / "c.json").write_text("{}")
     refused = CliRunner().invoke(app, ["bench", "--compare", paths[0], str(tmp_path / "c.json")])
     assert refused.exit_code == 2 and "of a benchmark" in " ".join(refused.output.split())
+
+
+def test_compare_tells_what_differs() -> None:
+    before, after = report_of({"plain": [1.0]}), report_of({"plain": [2.0]})
+    before.about["machine"] |= {"torch": "2.6", "threads": 1}
+    after.about["machine"] |= {"torch": "2.7", "threads": 1}
+    before.about["settings"] |= {"model": "x", "batch_size": 1}
+    after.about["settings"] |= {"model": "y"}
+    assert str(compare(before, after).caption).splitlines() == [
+        "model is 'x' before, 'y' after",
+        "torch is '2.6' before, '2.7' after",
+    ]
+    after.about["settings"] |= {"batch_size": 4}
+    with pytest.raises(ValueError, match="not of the same work .batch_size is 1 before, 4 after"):
+        compare(before, after)
 
 
 def test_plot(demo: tuple[Any, Any, Any], tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """`hf-ddtree`: what it prints, and that it says so when tokens differ."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 from transformers import GenerationMixin
@@ -33,6 +35,12 @@ def test_version():
     result = run("--version")
     assert result.exit_code == 0
     assert result.output.strip() == f"hf-ddtree {hf_ddtree.__version__}"
+
+
+@pytest.mark.parametrize("module", ["hf_ddtree", "hf_ddtree.cli"])
+def test_runs_as_a_module(module):
+    finished = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, f"hf-ddtree {hf_ddtree.__version__}\n", "")
 
 
 def test_help_lists_the_commands():

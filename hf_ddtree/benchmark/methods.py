@@ -28,6 +28,12 @@ class Method:
         """Whether this is plain decoding, which the others are compared with."""
         return not self.arguments
 
+    @property
+    def keeps_draws(self) -> bool:
+        """Whether a seed gives the tokens of plain decoding if a single row samples; Transformers' own loop draws
+        otherwise."""
+        return self.is_plain or not {"generation_strategy", "custom_generate"}.isdisjoint(self.arguments)
+
 
 def make_methods(names: Sequence[str], drafters: Mapping[str, PreTrainedModel]) -> list[Method]:
     """The methods that go by these names; those that draft, once for each drafter. Plain decoding always comes first.

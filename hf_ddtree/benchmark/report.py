@@ -7,12 +7,19 @@ import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
+from rich.text import Text
+
+# Settings without which speeds cannot be compared.
+SETTINGS_OF_WORK = ("batch_size", "max_new_tokens", "prompts", "prompts_digest")
+# Settings across which speeds may be compared, if it is said.
+SETTINGS_TO_TELL = ("model", "dtype", "seed")
 
 
 @dataclass
@@ -22,7 +29,8 @@ class Summary:
     Attributes:
         method, temperature: Which.
         runs: Batches of prompts.
-        identical: On how many of them every token is plain decoding's.
+        compared: On how many of them the tokens were compared with plain decoding's.
+        identical: On how many of these every token is plain decoding's.
         refused: Why the method cannot decode this, or None.
         tokens_per_second: Quartiles over batches, of all rows together, prompt included.
         speedup: Quartiles over batches of plain decoding's time over the method's.
@@ -37,6 +45,7 @@ class Summary:
     method: str
     temperature: float
     runs: int
+    compared: int
     identical: int
     refused: str | None = None
     tokens_per_second: tuple[float, float, float] | None = None
@@ -47,6 +56,16 @@ class Summary:
     accepted_lengths: dict[int, int] | None = None
     round_ms: dict[str, float] | None = None
     peak_memory: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Method and, if it samples, temperature."""
+        return f"{self.method} @ {self.temperature:g}" if self.temperature else self.method
+
+    @property
+    def differs(self) -> bool:
+        """Whether a token differs from plain decoding's where it should not."""
+        return self.identical < self.compared
 
 
 class Report:
@@ -80,11 +99,12 @@ class Report:
         all_runs = [run for run in self.runs if run["method"] == method and run["temperature"] == temperature]
         refused = next((run["refused"] for run in all_runs if "refused" in run), None)
         runs, plain = of[method], of[first]
-        summary = Summary(
-            method, temperature, len(all_runs), sum(bool(run["identical"]) for run in runs.values()), refused
-        )
+        compared = [run["identical"] for run in runs.values() if run["identical"] is not None]
+        summary = Summary(method, temperature, len(all_runs), len(compared), sum(compared), refused)
         both = sorted(runs.keys() & plain.keys())
         if not both:
+            if refused is None:
+                summary.refused = "Not shown, as plain decoding, which it is compared with, was refused."
             return summary
         ratios = [plain[batch]["seconds"] / runs[batch]["seconds"] for batch in both]
         summary.tokens_per_second = _quartiles([runs[batch]["tokens"] / runs[batch]["seconds"] for batch in both])
@@ -105,24 +125,33 @@ class Report:
         return summary
 
     def table(self) -> Table:
-        """A table for people."""
-        columns = ("method", "identical", "tokens/s", "quartiles", "against plain", "quartiles", "faster on", "p")
-        table = Table(*columns, "tokens/forward", "round ms")
+        """A table for people, of at most 80 columns unless names are long: medians, and quartiles below them."""
+        table = _table(
+            "method", "same", "tokens/s", "against\nplain", "faster\non", "p", "tokens/\nforward", "round\nms"
+        )
+        notes = []
         for entry in self.summaries():
-            name = entry.method if not entry.temperature else f"{entry.method}, temperature {entry.temperature:g}"
+            if entry.refused is not None:
+                notes.append(f"{entry.label}: {entry.refused}")
             if entry.tokens_per_second is None:
-                table.add_row(name, "", f"refused: {entry.refused}")
+                table.add_row(entry.label, "", "refused")
                 continue
-            low, median, high = entry.tokens_per_second
-            cells = [name, f"{entry.identical}/{entry.runs}", f"{median:.1f}", f"{low:.1f}-{high:.1f}"]
+            same = f"{entry.identical}/{entry.compared}" if entry.compared else ""
+            cells: list[str | Text] = [entry.label, same, _with_quartiles(entry.tokens_per_second, _speed)]
             if entry.speedup is not None and entry.p_value is not None:
-                low, median, high = entry.speedup
-                cells += [f"{median:.2f}x", f"{low:.2f}-{high:.2f}", f"{entry.faster}/{entry.runs}"]
-                cells += [f"{entry.p_value:.2g}"]
+                cells += [_with_quartiles(entry.speedup, _ratio), f"{entry.faster}/{entry.runs}"]
+                cells += [f"{entry.p_value:.1g}"]
+            else:
+                cells += [""] * 3
             if entry.round_ms is not None:
-                cells += [f"{entry.tokens_per_forward:.2f}", f"{sum(entry.round_ms.values()):.2f}"]
+                cells += [f"{entry.tokens_per_forward:.2f}", f"{sum(entry.round_ms.values()):.1f}"]
             table.add_row(*cells)
-        return table
+        if any(run["identical"] is None and run["temperature"] and "refused" not in run for run in self.runs):
+            notes.append(
+                "Where `same` counts fewer runs, tokens were not compared: several rows that sample, and assisted "
+                "decoding, make a seed's draws in another order. The distribution is the same."
+            )
+        return _noted(table, notes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes settings, machine, versions and all runs as JSON."""
@@ -174,22 +203,80 @@ class Report:
 
 
 def compare(before: Report, after: Report) -> Table:
-    """A table of what became faster or slower between two reports, method by method."""
-    table = Table("method", "tokens/s before", "after", "change", "tokens/forward before", "after", "identical after")
+    """A table of what became faster or slower between two reports, method by method.
+
+    Below it stands what else differs, and which methods are in one report alone.
+
+    Raises:
+        ValueError: If the reports are of other prompts, batches or lengths, so that speeds cannot be compared.
+    """
+    settings, new_settings = before.about["settings"], after.about["settings"]
+    if different := _differences(settings, new_settings, SETTINGS_OF_WORK):
+        raise ValueError(
+            f"The reports are not of the same work ({'; '.join(different)}), so their speeds cannot be compared. "
+            "Measure both with the same prompts, `--limit`, `--batch-size` and `--max-new-tokens`."
+        )
+    notes = _differences(settings, new_settings, SETTINGS_TO_TELL)
+    notes += _differences(before.about["machine"], after.about["machine"], list(before.about["machine"]))
+    columns = ("method", "tokens/s\nbefore", "after", "change", "tokens/\nforward\nbefore", "after", "same\nafter")
+    table = _table(*columns)
     old = {(entry.method, entry.temperature): entry for entry in before.summaries()}
-    for entry in after.summaries():
-        previous = old.get((entry.method, entry.temperature))
-        if previous is None or previous.tokens_per_second is None or entry.tokens_per_second is None:
+    new = {(entry.method, entry.temperature): entry for entry in after.summaries()}
+    for key, entry in new.items():
+        previous = old.get(key)
+        if previous is None:
+            notes.append(f"{entry.label} is only in the report after.")
+            continue
+        if previous.tokens_per_second is None or entry.tokens_per_second is None:
+            notes.append(f"{entry.label}: {entry.refused or previous.refused}")
             continue
         was, now = previous.tokens_per_second[1], entry.tokens_per_second[1]
         forwards = [
             "" if value is None else f"{value:.2f}"
             for value in (previous.tokens_per_forward, entry.tokens_per_forward)
         ]
-        name = entry.method if not entry.temperature else f"{entry.method}, temperature {entry.temperature:g}"
-        cells = [name, f"{was:.1f}", f"{now:.1f}", f"{now / was - 1:+.1%}", *forwards]
-        table.add_row(*cells, f"{entry.identical}/{entry.runs}")
+        cells = [entry.label, f"{was:.1f}", f"{now:.1f}", f"{now / was - 1:+.1%}", *forwards]
+        table.add_row(*cells, f"{entry.identical}/{entry.compared}" if entry.compared else "")
+    notes += [f"{old[key].label} is only in the report before." for key in old if key not in new]
+    return _noted(table, notes)
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """What two reports say of these; nothing of what one of them does not know."""
+    return [
+        f"{name} is {before[name]!r} before, {after[name]!r} after"
+        for name in names
+        if name in before and name in after and before[name] != after[name]
+    ]
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if table.columns else "left")
     return table
+
+
+def _noted(table: Table, notes: Sequence[str]) -> Table:
+    """The table with lines below it."""
+    if notes:
+        table.caption, table.caption_justify = Text("\n".join(notes)), "left"
+    return table
+
+
+def _with_quartiles(quartiles: tuple[float, float, float], style: Callable[[float], str]) -> Text:
+    """The median, and below it the first and third quartile if they differ."""
+    low, median, high = quartiles
+    text = Text(style(median))
+    return text if low == high else text.append(f"\n{style(low)}-{style(high)}", style="dim")
+
+
+def _speed(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}"
 
 
 def sign_test(faster: int, slower: int) -> float:
