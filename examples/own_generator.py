@@ -40,10 +40,14 @@ tree = model.generate(
     **options,
     generation_strategy="ddtree",
     candidate_generator=BigramTreeCandidateGenerator(),
+    tree_budget=16,
     return_trees=True,
 )
 stats = tree.ddtree_stats
-longest = max(range(len(stats.trees)), key=lambda index: len(stats.accepted_paths[index][0]))
-rich.print(draw_tree(stats.trees[longest][0], tokenizer, stats.accepted_paths[longest][0]))
+rounds = [(trees[0], paths[0]) for trees, paths in zip(stats.trees, stats.accepted_paths)]
+# A node with several children is several times among the parents.
+branching = [(tree, path) for tree, path in rounds if len(tree.parents.unique()) < len(tree.parents)]
+tree_of_round, accepted = max(branching or rounds, key=lambda entry: len(entry[1]))
+rich.print(draw_tree(tree_of_round, tokenizer, accepted))
 print(f"{stats.tokens_per_forward:.2f} tokens per forward of the target")
 assert torch.equal(plain.sequences, tree.sequences)

@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from .configuration import describe_type
 from .draft_tree import DraftTree
 
 # Sizes of trees, in drafted nodes, that are chosen from; 0 is plain decoding.
@@ -160,6 +161,13 @@ class AutoBudget(BudgetPolicy):
         self._largest = 16
         self._rounds_drafted = 0
         self._round: _DraftedRound | None = None
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "An `AutoBudget` goes on learning and cannot be copied or pickled, so it cannot stand in a "
+            '`GenerationConfig`, which `generate()` copies and which is saved. Set a number or "auto" there, pass the '
+            "policy to each call as `tree_budget`, and keep what it learned with `policy.save(path)`."
+        )
 
     @_locked
     def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
@@ -424,8 +432,8 @@ def policy_for(tree_budget: Any, model: Any, assistant_model: Any, generator: An
         return FixedBudget(int(tree_budget))
     if tree_budget != "auto":
         raise TypeError(
-            '`tree_budget` must be an integer, "auto" or an instance of `hf_ddtree.BudgetPolicy`, but is a '
-            f"`{type(tree_budget).__name__}`."
+            '`tree_budget` must be an integer, "auto" or an instance of `hf_ddtree.BudgetPolicy`, but is '
+            f"{describe_type(tree_budget)}."
         )
     kind = type(generator)
     of_model = _learned.setdefault(model, WeakKeyDictionary())

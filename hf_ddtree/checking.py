@@ -27,7 +27,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import dispatch
-from .candidate_generators import make_candidate_generator
+from .candidate_generators import drafter_kind
 from .compat import CACHE_KEY
 from .configuration import DDTreeConfig
 from .draft_tree import DraftTree
@@ -115,7 +115,7 @@ class CheckReport:
         drafter_fits: Whether it fits the target; None if no drafter was given, or only loading it can tell.
         drafter_reason: Why not.
         notes: What else to know.
-        call: Code that decodes by tree; None if the target is not supported.
+        call: Code that decodes by tree; None if the target is not supported or the drafter does not fit.
     """
 
     model: str
@@ -193,13 +193,12 @@ def check(
         return CheckReport(**found, reason=str(error))
     except Exception as error:  # what modelling code asks of tensors without values is not foreseeable
         found["notes"].append(f"The memory is not known: without weights the model fails with {error!r}.")
+    if found["drafter_fits"] is False:
+        return CheckReport(**found, supported=True)
     is_loaded = isinstance(model, PreTrainedModel)
     lines = [] if is_loaded or auto_class is None else _loading_of(found, auto_class)
-    may_fit = drafter is not None and found["drafter_fits"] is not False
-    if not (may_fit and isinstance(drafter, PreTrainedModel)):
-        lines.append(
-            f"drafter = hf_ddtree.load_drafter({found['drafter'] if may_fit else 'DRAFTER'!r}, target_model=model)"
-        )
+    if not isinstance(drafter, PreTrainedModel):
+        lines.append(f"drafter = hf_ddtree.load_drafter({found['drafter'] or 'DRAFTER'!r}, target_model=model)")
     knobs = f'generation_strategy="ddtree", tree_budget={tree_budget}'
     lines.append(f"model.generate(**inputs, assistant_model=drafter, {knobs})")
     return CheckReport(**found, supported=True, call="\n".join(["import hf_ddtree", *lines]))
@@ -317,7 +316,8 @@ def _fit(drafter: Any, target: PreTrainedModel) -> tuple[Sequence[int], bool | N
     """The target's layers that the drafter reads, whether it fits, and why not."""
     try:
         if not isinstance(drafter, str | os.PathLike):
-            return make_candidate_generator(drafter, target, DDTreeConfig()).feature_layers, True, None
+            # Weights are not asked for, of the drafter either.
+            return drafter_kind(drafter).make(drafter, target, DDTreeConfig(), None).feature_layers, True, None
         config = check_checkpoint_fits(drafter, target)
     except ValueError as error:
         return (), False, str(error)

@@ -58,10 +58,15 @@ class DDTreeConfig:
     def __post_init__(self) -> None:
         if isinstance(self.tree_budget, Integral):
             require_positive_int("tree_budget", self.tree_budget)
+        elif isinstance(self.tree_budget, type):
+            raise ValueError(
+                '`tree_budget` must be an integer of at least 1, "auto" or an instance of `hf_ddtree.BudgetPolicy`, '
+                f"but is {describe_type(self.tree_budget)}. Pass an instance of it."
+            )
         elif self.tree_budget != "auto" and not hasattr(self.tree_budget, "nodes_to_draft"):
             raise ValueError(
-                '`tree_budget` must be an integer of at least 1, "auto" or a `hf_ddtree.BudgetPolicy`, but is '
-                f"{self.tree_budget!r}."
+                '`tree_budget` must be an integer of at least 1, "auto" or an instance of `hf_ddtree.BudgetPolicy`, '
+                f"but is {self.tree_budget!r}."
             )
         if isinstance(self.tree_budget, Integral) and self.tree_budget > MOST_NODES:
             raise ValueError(

@@ -81,6 +81,11 @@ OTHER_DRAFTERS_KNOBS = {
     "assistant_ensemble_weight": "Tree decoding changes no probability; leave it out.",
     "speculation_type": "`generation_strategy` says it already; leave it out.",
 }
+# Caches that Transformers answers in a way of its own before it asks a decoding method.
+OTHER_CACHES = {
+    "paged": "continuous batching, which does not decode by tree",
+    "quantized": "a cache in few bits, from which the entries of rejected branches cannot be taken back",
+}
 # What says how Transformers looks continuations up, which trees do as well.
 LOOKUP_ARGUMENTS = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
 # Rotary embeddings whose frequencies depend on the highest position of a forward.
@@ -140,10 +145,10 @@ def check_arguments(
             "`is_assistant` is True, but a model that drafts for another one must not be decoded by tree. Leave it "
             "out, or generate without `generation_strategy`."
         )
-    if setting("cache_implementation") == "paged":
+    if (kind := setting("cache_implementation")) in OTHER_CACHES:
         raise ValueError(
-            "`cache_implementation='paged'` asks for continuous batching, which does not decode by tree. Leave "
-            "`cache_implementation` unset, or generate without `generation_strategy`."
+            f"`cache_implementation={kind!r}` asks for {OTHER_CACHES[kind]}. Leave `cache_implementation` unset, or "
+            "generate without `generation_strategy`."
         )
 
 

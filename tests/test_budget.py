@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import VOCAB_SIZE, make_model
 from side_by_side import make_oracle, make_prompt
+from transformers import GenerationConfig
 
 import hf_ddtree
 from hf_ddtree import AutoBudget, BudgetPolicy, DraftTree
@@ -249,6 +252,29 @@ def test_rounds_of_every_size_emit_what_plain_decoding_emits(family: str, num_ro
     assert {cost.num_drafted == 0 for cost in policy.costs} == {True, False}
     assert all(cost.draft_seconds is not None for cost in policy.costs if cost.num_drafted)
     assert sum(sum(cost.accepted) for cost in policy.costs) > 0
+
+
+def test_the_policy_of_the_docs() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "budget.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[-1], names)
+    plain = names["model"].generate(**names["inputs"], max_new_tokens=32, do_sample=False)
+    assert names["out"].tolist() == plain.tolist()
+
+
+@pytest.mark.auto_budget
+def test_a_policy_in_a_generation_config(tmp_path: Path) -> None:
+    config = GenerationConfig(generation_strategy="ddtree", tree_budget=AutoBudget())
+    with pytest.raises(TypeError, match='Set a number or "auto" there, pass the policy .* `policy.save'):
+        config.save_pretrained(tmp_path)
+    model, generator = make_model("llama", "sdpa"), make_oracle(make_prompt())
+    with pytest.raises(TypeError, match='Set a number or "auto" there'):
+        model.generate(make_prompt(), generation_config=config, candidate_generator=generator)
+
+
+def test_a_class_in_place_of_a_policy() -> None:
+    with pytest.raises(ValueError, match="but is the class `Plain`. Pass an instance of it"):
+        hf_ddtree.DDTreeConfig(tree_budget=Plain)
 
 
 def test_auto_is_the_default_and_goes_through_a_saved_generation_config(tmp_path: Path) -> None:

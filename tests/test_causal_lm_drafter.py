@@ -19,6 +19,7 @@ import hf_ddtree
 from hf_ddtree import CausalLMTreeCandidateGenerator, DDTreeConfig, DraftContext
 from hf_ddtree.candidate_generators import causal_lm
 from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.drafters.causal_lm import _check_vocab_size
 
 SHAPES = ("best_first", "spine_first", "chain")
 
@@ -255,7 +256,7 @@ def with_vocabulary(size):
         return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("size", [VOCAB_SIZE - 20, VOCAB_SIZE + 20])
+@pytest.mark.parametrize("size", [VOCAB_SIZE - 4, VOCAB_SIZE + 4])
 def test_padded_vocabularies(size):
     """Tokens that the target does not have are never drafted, and those that the drafter lacks do no harm."""
     model, drafter = model_of("llama"), with_vocabulary(size)
@@ -266,6 +267,14 @@ def test_padded_vocabularies(size):
     assert out.sequences.tolist() == plain.tolist()
     assert max(int(tree.token_ids.max()) for (tree,) in out.ddtree_stats.trees) < VOCAB_SIZE
     assert all(tree.num_drafted == 16 for (tree,) in out.ddtree_stats.trees[:10])
+
+
+@pytest.mark.parametrize(("own", "others"), [(151643, 151936), (151936, 152064), (50304, 50688), (32000, 32001)])
+def test_tables_of_one_tokenizer(own, others):
+    """As they are published: padded to different sizes, or with a token added."""
+    configs = [transformers.LlamaConfig(vocab_size=size) for size in (own, others)]
+    _check_vocab_size(*configs, "drafter")
+    _check_vocab_size(*configs[::-1], "drafter")
 
 
 def test_drafter_in_another_dtype():
@@ -292,6 +301,8 @@ def test_a_drafter_for_shorter_sequences_drafts_as_long_as_it_can():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: with_vocabulary(VOCAB_SIZE - 5), "`vocab_size` 59, the target 64, more apart than padding explains"),
+        (lambda: with_vocabulary(VOCAB_SIZE + 5), "`vocab_size` 69, the target 64, more apart than padding explains"),
         (lambda: with_vocabulary(4000), "`vocab_size` 4000, the target 64.*universal assisted decoding"),
         (lambda: transformers.LlamaModel(make_config("llama")).eval(), "a LlamaModel, which has no output head"),
         (lambda: model_of("llama").train(False) and with_vocabulary(VOCAB_SIZE).train(), "is in training mode"),

@@ -196,8 +196,8 @@ def test_cache_implementations(model, implementation):
 
 
 def test_quantized_cache(model):
-    """Transformers asks for a package first, or says that hybrids can't have one."""
-    with refused(model, error=(ValueError, ImportError)):
+    """Before Transformers asks for a package, or says that hybrids can't have one."""
+    with refused(model, "`cache_implementation='quantized'`", "cannot be taken back", "unset"):
         by_tree(model, cache_implementation="quantized")
 
 

@@ -12,12 +12,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..placement import execution_device
 from ..support import check_target
 
-# Tables of embeddings are padded to round sizes, each model's to its own. A tokenizer of its own differs by more.
-MOST_VOCAB_PADDING = 1024
+# Tables of embeddings are padded to round sizes, each model's to its own, and have rows for added tokens. This
+# explains so many rows, and so much of the larger table; a tokenizer of its own differs by more.
+MOST_VOCAB_PADDING, MOST_OF_VOCAB = 1024, 1 / 16
 
 
 def check_causal_lm_fits(drafter: PreTrainedModel, target_model: PreTrainedModel) -> None:
     """Checks that a causal language model can draft trees for a target.
+
+    It must have the target's tokenizer, of which only the sizes of the embedding tables tell: they may differ by what
+    padding and added tokens explain, at most 1024 rows and a sixteenth of the larger table.
 
     Raises:
         ValueError: If the vocabularies are different, or the drafter cannot run on trees, or is in training mode.
@@ -80,9 +84,10 @@ def check_causal_lm(
 
 def _check_vocab_size(config: PreTrainedConfig, target_config: PreTrainedConfig, name: str) -> None:
     own, others = config.get_text_config().vocab_size, target_config.get_text_config().vocab_size
-    if abs(own - others) > MOST_VOCAB_PADDING:
+    if abs(own - others) > min(MOST_VOCAB_PADDING, MOST_OF_VOCAB * max(own, others)):
         raise ValueError(
-            f"The drafter does not fit the target: the {name} has `vocab_size` {own}, the target {others}, so they "
-            "have different tokenizers. The nodes of a tree are tokens of the target, and drafting in other tokens "
-            "(universal assisted decoding) is not supported. Choose a drafter with the target's tokenizer."
+            f"The drafter does not fit the target: the {name} has `vocab_size` {own}, the target {others}, more apart "
+            "than padding explains, so they have different tokenizers. The nodes of a tree are tokens of the target, "
+            "and drafting in other tokens (universal assisted decoding) is not supported. Choose a drafter with the "
+            "target's tokenizer."
         )
