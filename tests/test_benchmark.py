@@ -257,6 +257,11 @@ def test_unknown_methods_are_refused(name: str) -> None:
         make_methods([name], {"drafter": object()})
 
 
+def test_methods_whose_draws_are_those_of_plain_decoding(demo: tuple[Any, Any, Any]) -> None:
+    methods = [*methods_of(demo, "chain", "auto", "lookup"), Method("assisted", {"assistant_model": demo[0]})]
+    assert [method.keeps_draws for method in methods] == [True, True, True, True, False]
+
+
 def test_methods_that_draft_need_a_drafter(demo: tuple[Any, Any, Any]) -> None:
     with pytest.raises(ValueError, match="'auto' needs a drafter"):
         make_methods(["auto"], {})

@@ -330,3 +330,20 @@ def test_cold_sampling_is_greedy():
     greedy, _ = plain_and_tree(model, dict)
     _, cold = plain_and_tree(model, lambda: {"do_sample": True, "temperature": 1e-4})
     assert cold.sequences.tolist() == greedy.sequences.tolist()
+
+
+def test_rows_apart_give_the_same_tokens_again_with_a_fixed_budget():
+    """Whatever the drafter has learned in between, if it is not used."""
+    model, drafter, tokenizer = hf_ddtree.load_demo()
+    rows = tokenizer(["def f(x):\n", "class A:\n"], return_tensors="pt", padding=True, padding_side="left")
+    arguments = {"max_new_tokens": 32, "do_sample": True, "assistant_model": drafter, "tree_budget": 16}
+    arguments["tree_probabilities"] = "marginal"
+    outputs = []
+    for calibrate in (False, True, False):
+        torch.manual_seed(0)
+        out = model.generate(**rows, **arguments, generation_strategy="ddtree", calibrate=calibrate)
+        outputs.append(out.tolist())
+    assert outputs[0] == outputs[2]
+    drafter.calibration = hf_ddtree.Calibration()
+    torch.manual_seed(0)
+    assert model.generate(**rows, **arguments, generation_strategy="ddtree").tolist() == outputs[1]
