@@ -93,7 +93,7 @@ def decode(
                     with stats.stage("draft"):
                         trees = generator.propose(context, most_nodes)
                     trees = checked_trees(trees, context.roots, vocab_size)
-                    trees = _within_length(trees, groups)
+                    trees = _of_unfinished_rows(_within_length(trees, groups), groups)
                     size = policy.nodes_to_verify(trees, rows.num_cached)
                     trees = _best_nodes(trees, min(size, most_drafted(cache, rows.num_cached)))
                     trees = _with_padding_rows(processes.agree_on_trees(trees), groups)
@@ -238,6 +238,16 @@ def _within_length(trees: list[DraftTree], groups: Sequence[RowGroup]) -> list[D
         if room is not None and not group.sequences.finished:
             for row in group.rows:
                 trees[row] = trees[row].limit_depth(room - 1)
+    return trees
+
+
+def _of_unfinished_rows(trees: Sequence[DraftTree], groups: Sequence[RowGroup]) -> list[DraftTree]:
+    """Leaves nothing but the root to rows that have finished, as what is drafted for them will not be emitted."""
+    trees = list(trees)
+    for group in groups:
+        for row, pads in zip(group.rows, group.sequences.padding):
+            if pads or group.sequences.finished:
+                trees[row] = DraftTree.root_only(int(trees[row].token_ids[0]))
     return trees
 
 

@@ -55,9 +55,8 @@ class Machine:
             rest = (1 - best) * 0.5 ** np.arange(1, 16)
             probabilities = np.sort(np.concatenate((best, rest), axis=1))[:, ::-1].copy()
             tokens = np.tile(np.arange(16), (12, 1))
-            trees.append(
-                build_tree(torch.from_numpy(np.log(probabilities + 1e-12)), torch.from_numpy(tokens), 0, budget)
-            )
+            log_probs = np.log(probabilities.clip(1e-12, 1.0))
+            trees.append(build_tree(torch.from_numpy(log_probs), torch.from_numpy(tokens), 0, budget))
         return trees
 
     def accept(self, tree: DraftTree, random: np.random.Generator) -> int:
@@ -143,6 +142,25 @@ def test_it_comes_back_when_the_text_changes() -> None:
     assert run(policy, machine, rounds=400) > 0.95 * best
 
 
+def test_hard_text_after_easy_text_is_drafted_for_what_it_is_worth() -> None:
+    """Each 20 rounds the text is one where nearly all drafted tokens are right, or one where few are; both pay."""
+    easy = Machine(lambda nodes: 1.0 + 0.05 * nodes, 0.4, confidence=0.97)
+    hard = Machine(easy.seconds, easy.draft_seconds, confidence=0.45)
+    auto, fixed = AutoBudget(), FixedBudget(12)
+
+    def seconds_a_token(policy: BudgetPolicy, machine: Machine) -> float:
+        return sum(1 / run(policy, machine, rounds=20, seed=seed) for seed in range(6))
+
+    for machine in (easy, hard):
+        run(auto, machine, rounds=20)
+    by_auto = dict.fromkeys(("easy", "hard"), 0.0)
+    for seed in range(6):
+        for kind, machine in (("easy", easy), ("hard", hard)):
+            by_auto[kind] += 1 / run(auto, machine, rounds=20, seed=seed)
+    assert by_auto["easy"] < 1.05 * seconds_a_token(fixed, easy)
+    assert by_auto["hard"] < 1.05 * seconds_a_token(fixed, hard)
+
+
 def test_it_notices_that_a_longer_context_costs_more_for_each_node() -> None:
     policy = AutoBudget()
     run(policy, MACHINES["as fast for 64 nodes"], num_cached=300)
@@ -215,6 +233,35 @@ class EverySize(BudgetPolicy):
 
     def observe(self, cost: RoundCost) -> None:
         self.costs.append(cost)
+
+
+def test_rows_that_have_finished_promise_nothing() -> None:
+    class Recorder(FixedBudget):
+        def nodes_to_verify(self, trees: Sequence[DraftTree], num_cached: int) -> int:
+            drafted.append([tree.num_drafted for tree in trees])
+            return super().nodes_to_verify(trees, num_cached)
+
+    drafted: list[list[int]] = []
+    model = make_model("llama", "sdpa")
+    input_ids = torch.cat([make_prompt(0), make_prompt(1)])
+    length = input_ids.shape[1]
+    alone = model.generate(input_ids, max_new_tokens=32)
+    end = int(alone[0, length + 4])  # the second row may not emit it
+    allowed = {"max_new_tokens": 32, "eos_token_id": end, "pad_token_id": 0}
+    plain = model.generate(input_ids, **allowed)
+    assert (plain[1] != 0).all()
+    generator = OracleTreeCandidateGenerator(plain, VOCAB_SIZE)
+    tree = model.generate(
+        input_ids,
+        **allowed,
+        generation_strategy="ddtree",
+        candidate_generator=generator,
+        tree_budget=Recorder(4),
+    )
+    assert tree.tolist() == plain.tolist()
+    first, *_, last = drafted
+    assert min(first) > 0
+    assert last[0] == 0 < last[1]
 
 
 @pytest.mark.core
