@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from .configuration import describe_type
+from .configuration import MOST_NODES, describe_type, require_positive_int
 from .draft_tree import DraftTree
 
 # Sizes of trees, in drafted nodes, that are chosen from; 0 is plain decoding.
@@ -113,6 +113,25 @@ class BudgetPolicy(ABC):
         """Learns from a round; by default nothing."""
 
 
+def checked_nodes(policy: BudgetPolicy, name: str, nodes: Any) -> int:
+    """A number of nodes that a policy gives, no more than a tree can have.
+
+    Args:
+        policy: Who gives it.
+        name: Of its method or attribute.
+        nodes: What that gives.
+
+    Raises:
+        ValueError: If it is no integer of at least 0.
+    """
+    if not isinstance(nodes, Integral) or isinstance(nodes, bool) or int(nodes) < 0:
+        raise ValueError(
+            f"`{name}` of the policy `{type(policy).__name__}` must give an integer of at least 0, a number of nodes, "
+            f"but gives {nodes!r}."
+        )
+    return min(int(nodes), MOST_NODES)
+
+
 class FixedBudget(BudgetPolicy):
     """The same number of nodes each round.
 
@@ -146,9 +165,13 @@ class AutoBudget(BudgetPolicy):
 
     Args:
         most_nodes: Largest tree to consider.
+
+    Raises:
+        ValueError: If `most_nodes` is no integer of at least 1.
     """
 
     def __init__(self, most_nodes: int = 64) -> None:
+        require_positive_int("most_nodes", most_nodes)
         self.most_nodes = most_nodes
         self._lock = threading.Lock()
         self._times = ForwardTimes()
@@ -174,7 +197,7 @@ class AutoBudget(BudgetPolicy):
         self._round = None
         size = self._times.next_to_try(num_rows)
         if size is not None:
-            return size
+            return min(size, self.most_nodes)
         if self._break_left > 0:
             self._break_left -= 1
             return 0
@@ -185,7 +208,9 @@ class AutoBudget(BudgetPolicy):
         num_rows = len(trees)
         nodes = _by_probability(trees)
         size = self._times.next_to_try(num_rows)
-        if size is None:
+        if size is not None:
+            size = min(size, self.most_nodes)
+        else:
             sizes, seconds = self._times.estimate(num_cached, num_rows, self.most_nodes)
             plain_rate = num_rows / seconds[0]
             drafting = median(self._draft_times.get(num_rows, [0.0]))
@@ -369,12 +394,14 @@ class ForwardTimes:
     def estimate(self, num_cached: int, num_rows: int, most_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """Sizes `(s,)`, from 0 up to twice the largest that was timed, and seconds of a forward `(s,)`.
 
-        Sizes in between are interpolated, and one beyond the largest counts as if it took no longer, to be tried.
+        Sizes in between are interpolated, and one beyond the largest counts as if it took no longer, to be tried. Up
+        to the first size they always are, as nothing may have been found to draft until now.
         """
         samples = self._of_context(num_cached, num_rows)
         timed = sorted(samples)
         seconds = np.maximum.accumulate([_typical(samples[size]) for size in timed])
-        sizes = np.array([size for size in SIZES if size <= min(most_nodes, 2 * timed[-1])])
+        largest = min(most_nodes, max(2 * timed[-1], FIRST_SIZES[0]))
+        sizes = np.array([size for size in SIZES if size <= largest])
         return sizes, np.interp(sizes, timed, seconds)
 
     def to_list(self) -> list[tuple[int, int, int, float]]:

@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from .acceptance import Chooser, accept, follow
 from .attention import dispatch
 from .attention.dispatch import TreePass
-from .budget import BudgetPolicy, RoundCost
+from .budget import BudgetPolicy, RoundCost, checked_nodes
 from .candidate_generators import DraftContext, TreeCandidateGenerator, checked_trees, join_features
 from .compat import CACHE_KEY, cache_of, prompt_length
 from .compiled import compiled_forward, num_graphs
@@ -85,7 +85,8 @@ def decode(
         with growing(cache), recording_past(cache):
             while processes.any(not all(group.sequences.finished for group in groups)):
                 start = time.perf_counter()
-                most_nodes = processes.most(policy.nodes_to_draft(rows.num_cached, len(prompt)))
+                asked = policy.nodes_to_draft(rows.num_cached, len(prompt))
+                most_nodes = processes.most(checked_nodes(policy, "nodes_to_draft", asked))
                 if most_nodes:
                     context = _context(groups, prompt_mask, rows, news, emitted)
                     news.clear()
@@ -94,7 +95,7 @@ def decode(
                         trees = generator.propose(context, most_nodes)
                     trees = checked_trees(trees, context.roots, vocab_size)
                     trees = _of_unfinished_rows(_within_length(trees, groups), groups)
-                    size = policy.nodes_to_verify(trees, rows.num_cached)
+                    size = checked_nodes(policy, "nodes_to_verify", policy.nodes_to_verify(trees, rows.num_cached))
                     trees = _best_nodes(trees, min(size, most_drafted(cache, rows.num_cached)))
                     trees = _with_padding_rows(processes.agree_on_trees(trees), groups)
                 else:
@@ -225,7 +226,7 @@ def _best_nodes(trees: Sequence[DraftTree], size: int) -> list[DraftTree]:
     """The trees of each one's `size` most probable drafted nodes."""
     if not any(tree.num_drafted for tree in trees):
         return list(trees)
-    if size <= 0:
+    if size == 0:
         return [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
     return [tree.truncate(size) for tree in trees]
 

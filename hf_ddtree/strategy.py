@@ -10,7 +10,7 @@ from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
 from .acceptance import PER_TOKEN_PROCESSORS, Chooser
-from .budget import BudgetPolicy, policy_for
+from .budget import BudgetPolicy, checked_nodes, policy_for
 from .candidate_generators import (
     CombinedTreeCandidateGenerator,
     PromptLookupTreeCandidateGenerator,
@@ -211,13 +211,15 @@ def prepare_cache(
             )
         length = buffer_length(cache)
         prompt = prompt_length(generation_config, model_kwargs) or input_ids.shape[1]
-        needed = prompt + generation_config.max_length - input_ids.shape[1] - 1
+        # Rows that are behind others go on with forwards that write behind the longest.
+        needed = prompt + generation_config.max_length - input_ids.shape[1] - (len(input_ids) == 1)
+        most_nodes = checked_nodes(policy, "most_nodes", policy.most_nodes)
         if not getattr(cache, "_is_user_defined", False):
-            make_room_for_trees(cache, max(needed, model._previous_max_cache_length), policy.most_nodes)
+            make_room_for_trees(cache, max(needed, model._previous_max_cache_length), most_nodes)
         elif length is not None and length < needed and not any(cache.is_sliding):
             raise ValueError(
                 f"The `StaticCache` has room for {length} tokens, but this call may need {needed}. Pass one with "
-                f"`max_cache_len={needed + 1 + policy.most_nodes}`, which leaves room for trees, or set "
+                f"`max_cache_len={needed + 1 + most_nodes}`, which leaves room for trees, or set "
                 '`cache_implementation="static"` and pass none.'
             )
     check_cache(cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -216,6 +217,72 @@ def test_threads_may_share_a_policy() -> None:
     for thread in threads:
         thread.join()
     assert not errors
+
+
+def test_no_tree_is_larger_than_allowed() -> None:
+    """Nor at first, when nothing was timed."""
+    model, prompt = make_model("llama", "sdpa"), make_prompt()
+    plain = model.generate(prompt, max_new_tokens=32, do_sample=False)
+    tree = model.generate(
+        prompt,
+        max_new_tokens=32,
+        do_sample=False,
+        generation_strategy="ddtree",
+        candidate_generator=make_oracle(plain),
+        tree_budget=AutoBudget(2),
+        return_trees=True,
+        return_dict_in_generate=True,
+    )
+    assert tree.sequences.tolist() == plain.tolist()
+    assert max(drafted.num_drafted for trees in tree.ddtree_stats.trees for drafted in trees) == 2
+
+
+def test_drafting_begins_whenever_there_is_something_to_draft() -> None:
+    """A lookup may find nothing for long, and no size but that of the root alone is timed."""
+    policy, full = AutoBudget(), DraftTree.chain([1, *[2] * 16])
+    verified = []
+    for num_round in range(60):
+        tree = full if num_round > 20 else DraftTree.root_only(1)
+        asked = policy.nodes_to_draft(50, 1)
+        size = min(policy.nodes_to_verify([tree], 50), tree.num_drafted) if asked else 0
+        policy.observe(RoundCost(50, 1, size, [size], 1e-5 if asked else None, 1.0 + 0.001 * size))
+        verified.append(size)
+    assert max(verified[:21]) == 0 and verified[-1] == 16
+
+
+@pytest.mark.parametrize("name", ["nodes_to_draft", "nodes_to_verify", "most_nodes"])
+@pytest.mark.parametrize("nodes", [-1, 2.5, None, "4", True, math.nan])
+def test_what_a_policy_gives_is_checked(name: str, nodes: Any) -> None:
+    policy = FixedBudget(4)
+    setattr(policy, name, nodes if name == "most_nodes" else lambda *_: nodes)
+    arguments = {"cache_implementation": "static", "max_new_tokens": 4, "generation_strategy": "ddtree"}
+    with pytest.raises(ValueError, match=f"`{name}` of the policy `FixedBudget` must give an integer of at least 0"):
+        make_model("llama", "sdpa").generate(
+            make_prompt(), **arguments, candidate_generator=make_oracle(make_prompt()), tree_budget=policy
+        )
+
+
+@pytest.mark.parametrize("most_nodes", [0, -1, 2.5, None])
+def test_auto_takes_whole_sizes(most_nodes: Any) -> None:
+    with pytest.raises(ValueError, match="`most_nodes` must be an integer of at least 1"):
+        AutoBudget(most_nodes)
+
+
+def test_a_policy_may_ask_for_more_than_there_is() -> None:
+    model, prompt = make_model("llama", "sdpa"), make_prompt()
+    plain = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    policy = FixedBudget(10**12)
+    assert policy.nodes_to_draft(0, 1) == 10**12
+    tree = model.generate(
+        prompt,
+        max_new_tokens=8,
+        do_sample=False,
+        generation_strategy="ddtree",
+        tree_lookup=True,
+        tree_budget=policy,
+        cache_implementation="static",
+    )
+    assert tree.tolist() == plain.tolist()
 
 
 class EverySize(BudgetPolicy):

@@ -222,6 +222,19 @@ def test_chunks_of_the_prompt() -> None:
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("room", [1, 2, 5, 6])
+def test_rows_that_reach_the_end_of_the_buffer_at_different_times(room: int) -> None:
+    """Those that are behind go on with forwards that write behind the longest."""
+    model, inputs = get_model("qwen3"), torch.cat([make_prompt(seed) for seed in range(3)])
+    plain = model.generate(inputs, **GREEDY).sequences
+    for seed in range(3):
+        cache = StaticCache(config=model.config, max_cache_len=plain.shape[1] - 1 + room)
+        passed = {CACHE_KEY: cache, "cache_implementation": None}
+        assert by_tree(model, inputs, plain, seed, **passed).sequences.tolist() == plain.tolist()
+        assert int(cache.get_seq_length()) == plain.shape[1] - 1
+
+
+@pytest.mark.core
 def test_refusals() -> None:
     model, prompt = get_model("qwen3"), make_prompt()
 
@@ -230,6 +243,9 @@ def test_refusals() -> None:
 
     with pytest.raises(ValueError, match="room for 30 tokens, but this call may need 49.*max_cache_len=60"):
         by_tree(model, prompt, prompt, **short_cache(model, 30))
+    for length, num_rows in ((48, 1), (49, 3)):
+        with pytest.raises(ValueError, match=f"room for {length} tokens, but this call may need {length + 1}"):
+            by_tree(model, prompt.repeat(num_rows, 1), prompt, **short_cache(model, length))
     with pytest.raises(ValueError, match="`output_attentions` is True"):
         by_tree(model, prompt, prompt, output_attentions=True)
     with pytest.raises(ValueError, match="keeps the last 8 keys alone.*pass no cache"):
