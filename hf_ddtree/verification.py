@@ -262,9 +262,11 @@ class _CommittedPaths:
         self._num_cached = num_cached
         self._indices: dict[tuple[Any, ...], Tensor] = {}
         self.is_empty = not any(paths)
-        # Then what is kept is in its place already: behind each row's entries, if all rows have as many.
+        # Then what is kept is in its place already: behind each row's entries, if all rows have as many. An empty
+        # path moves nothing at all: where a drafted token gave NaN, its root may hold NaN too, which no mask hides.
         is_level = bool((before == before[0]).all())
-        self._is_prefix = is_level and all(path == list(range(len(path))) for path in paths)
+        is_prefix = all(path == list(range(len(path))) for path in paths)
+        self._is_prefix = self.is_empty or (is_level and is_prefix)
         self._is_even = min(map(len, paths)) == longest
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -112,6 +112,43 @@ def test_a_branch_of_nan(family, batch):
             torch.testing.assert_close(layer.keys, expected.keys, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
+def test_a_branch_of_nan_while_a_row_is_behind(family, cache_implementation):
+    """Its root gets NaN from it, times a weight of zero, and must not stay where the other row has a token."""
+    model = copy.deepcopy(make_model(family, "sdpa"))
+    prompt = torch.cat([make_prompt(seed) for seed in range(2)])
+    plain = model.generate(prompt, **GREEDY)
+    unused = next(token for token in range(1, VOCAB_SIZE) if token not in plain)
+    model.get_input_embeddings().weight.data[unused] = math.nan
+
+    class Spoiled(hf_ddtree.TreeCandidateGenerator):
+        """Drafts the right tokens for the first row alone, and in every second round what spoils everything."""
+
+        num_rounds = 0
+
+        def propose(self, context, budget):
+            self.num_rounds += 1
+            first, second = context.roots
+            position = context.root_positions[0]
+            if self.num_rounds % 2:
+                right = plain[0, position + 1 : position + 3].tolist()
+                return [hf_ddtree.DraftTree.chain([first, *right]), hf_ddtree.DraftTree.root_only(second)]
+            return [hf_ddtree.DraftTree.root_only(first), hf_ddtree.DraftTree.chain([second, unused])]
+
+    tree = model.generate(
+        prompt,
+        **GREEDY,
+        generation_strategy="ddtree",
+        candidate_generator=Spoiled(),
+        cache_implementation=cache_implementation,
+        return_dict_in_generate=True,
+    )
+    assert tree.sequences.tolist() == plain.tolist()
+    assert {1, 3} <= set(tree.ddtree_stats.accepted_lengths)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_no_distribution(bad):
     logits = torch.randn(3, 10)
