@@ -305,11 +305,11 @@ def test_the_cache_is_never_longer_than_its_longest_row(model, monkeypatch):
     plain = model.generate(**arguments)
     checked = []
 
-    def verify(model, trees, rows, model_kwargs, recorder):
+    def verify(model, trees, rows, model_kwargs, *others):
         cache = next(value for name, value in model_kwargs.items() if name in ("cache", "past_key_values"))
         longest = max(rows.lengths)
         check(cache, longest, 0)
-        verification = original(model, trees, rows, model_kwargs, recorder)
+        verification = original(model, trees, rows, model_kwargs, *others)
         check(cache, longest, max(map(len, trees)))
         checked.append(longest - min(rows.lengths))
         return verification
