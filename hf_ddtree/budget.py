@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -278,9 +279,11 @@ class AutoBudget(BudgetPolicy):
             policy = cls(learned["most_nodes"])
             policy._times.add_list(learned["forward_seconds"])
             for rows, seconds in learned["draft_seconds"].items():
+                if not 0 <= seconds < math.inf:
+                    raise ValueError(f"{seconds!r} seconds for a draft")
                 policy._draft_times[int(rows)] = deque([float(seconds)], maxlen=SAMPLES)
             policy._trust = Trust.from_list(learned["trust"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{str(path)!r} is no file that `AutoBudget.save` wrote: {error!r}.") from error
         return policy
 
@@ -334,6 +337,8 @@ class Trust:
         trust._right, trust._promised = (np.array(count, dtype=float) for count in counts)
         if trust._right.shape != (1 + DEEPEST,) or trust._promised.shape != (1 + DEEPEST,):
             raise ValueError("counts of another length")
+        if not all(np.isfinite(count).all() and count.min() > 0 for count in (trust._right, trust._promised)):
+            raise ValueError("counts that are no positive numbers")
         return trust
 
 
@@ -415,8 +420,8 @@ class ForwardTimes:
     def add_list(self, entries: Sequence[tuple[int, int, int, float]]) -> None:
         """Takes what `to_list` gave."""
         for rows, context, size, seconds in entries:
-            if size not in SIZES:
-                raise ValueError(f"size {size!r}")
+            if size not in SIZES or not 0 < seconds < math.inf:
+                raise ValueError(f"{seconds!r} seconds for {size!r} nodes")
             of_size = self._samples.setdefault((int(rows), int(context)), {})
             of_size[size] = deque([float(seconds)], maxlen=SAMPLES)
             self._tried[int(rows)] = len(FIRST_SIZES)

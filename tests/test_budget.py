@@ -190,6 +190,29 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
         AutoBudget.load(tmp_path / "budget.json")
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"most_nodes": 0},
+        {"forward_seconds": [[1, 9, 0, 0.0]]},
+        {"forward_seconds": [[1, 9, 0, math.nan]]},
+        {"forward_seconds": [[1, 9, 7, 0.1]]},
+        {"draft_seconds": {"1": -1.0}},
+        {"draft_seconds": []},
+        {"trust": [[0.0] * 33] * 2},
+        {"trust": [[math.nan] * 33] * 2},
+        {"trust": [[1.0], [1.0]]},
+    ],
+)
+def test_files_with_other_values_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+    policy, path = AutoBudget(), tmp_path / "budget.json"
+    run(policy, MACHINES["in steps of 8"], rounds=20)
+    policy.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ValueError, match="no file that `AutoBudget.save` wrote"):
+        AutoBudget.load(path)
+
+
 def test_calls_with_the_same_target_and_drafter_learn_together() -> None:
     model, other = make_model("llama", "sdpa"), make_model("qwen3", "sdpa")
     generator = make_oracle(make_prompt())
