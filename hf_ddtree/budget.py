@@ -105,7 +105,7 @@ class BudgetPolicy(ABC):
         """How many drafted nodes of each tree to verify, the most probable ones; 0 for the root alone.
 
         Args:
-            trees: What was drafted, one a row. By default all of it is verified.
+            trees: What was drafted, one for each row that has not finished. By default all of it is verified.
             num_cached: Tokens in the target's cache, of the longest row.
         """
         return max(tree.num_drafted for tree in trees)
@@ -185,6 +185,7 @@ class AutoBudget(BudgetPolicy):
         self._largest = 16
         self._rounds_drafted = 0
         self._round: _DraftedRound | None = None
+        self._num_rows = 1
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -195,7 +196,7 @@ class AutoBudget(BudgetPolicy):
 
     @_locked
     def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
-        self._round = None
+        self._round, self._num_rows = None, num_rows
         size = self._times.next_to_try(num_rows)
         if size is not None:
             return min(size, self.most_nodes)
@@ -206,24 +207,25 @@ class AutoBudget(BudgetPolicy):
 
     @_locked
     def nodes_to_verify(self, trees: Sequence[DraftTree], num_cached: int) -> int:
-        num_rows = len(trees)
+        going_on, num_rows = len(trees), self._num_rows
         nodes = _by_probability(trees)
         size = self._times.next_to_try(num_rows)
         if size is not None:
             size = min(size, self.most_nodes)
         else:
             sizes, seconds = self._times.estimate(num_cached, num_rows, self.most_nodes)
-            plain_rate = num_rows / seconds[0]
+            plain_rate = going_on / seconds[0]
             drafting = median(self._draft_times.get(num_rows, [0.0]))
             # Whoever is given another chance is taken at his word.
             promised = nodes.gains(None if self._looks_again else self._trust, sizes)
-            best = int(np.argmax((num_rows + promised) / (drafting + seconds)))
+            best = int(np.argmax((going_on + promised) / (drafting + seconds)))
             if self._rounds_drafted % ROUNDS_PER_RETRY == ROUNDS_PER_RETRY - 1:
                 up = self._rounds_drafted // ROUNDS_PER_RETRY % 2
                 best = min(max(best + (1 if up else -1), 0), len(sizes) - 1)
             size = int(sizes[best])
             expected = float(nodes.gains(self._trust, sizes[best : best + 1])[0])
-            self._round = _DraftedRound(expected, float(plain_rate * (drafting + seconds[best]) - num_rows))
+            cost = float(plain_rate * (drafting + seconds[best]) - going_on)
+            self._round = _DraftedRound(expected, cost, going_on)
             self._largest = max(size, 8, int(0.9 * self._largest))
             self._rounds_drafted += 1
         self._trust.state(nodes, size)
@@ -237,18 +239,20 @@ class AutoBudget(BudgetPolicy):
             self._draft_times.setdefault(cost.num_rows, deque(maxlen=SAMPLES)).append(cost.draft_seconds)
             self._trust.learn(cost.accepted)
         if self._round is not None:
-            self._decide(self._round, sum(cost.accepted), cost.num_rows)
+            self._decide(self._round, sum(cost.accepted))
 
-    def _decide(self, drafted: _DraftedRound, num_accepted: int, num_rows: int) -> None:
+    def _decide(self, drafted: _DraftedRound, num_accepted: int) -> None:
         """Steps aside if drafting has not paid lately."""
         # What was learned before a break may be out of date, so what happens now counts as much.
         gain = (drafted.expected + num_accepted) / 2 if self._looks_again else drafted.expected
         self._gained.append(gain - drafted.cost)
         gained = sum(self._gained)
-        if len(self._gained) < LATER_LOOK or (len(self._gained) < FIRST_LOOK and gained > -LOST_AT_ONCE * num_rows):
+        if len(self._gained) < LATER_LOOK or (
+            len(self._gained) < FIRST_LOOK and gained > -LOST_AT_ONCE * drafted.num_rows
+        ):
             return
-        if gained < -len(self._gained) * COST_OF_LOOKING * num_rows:
-            worth = int(-gained / num_rows / COST_OF_LOOKING)
+        if gained < -len(self._gained) * COST_OF_LOOKING * drafted.num_rows:
+            worth = int(-gained / drafted.num_rows / COST_OF_LOOKING)
             self._break_left = min(max(worth, FIRST_BREAK), self._longest_break)
             self._longest_break *= LONGER_EACH_TIME
             self._looks_again = True
@@ -295,10 +299,11 @@ class AutoBudget(BudgetPolicy):
 
 @dataclass(frozen=True)
 class _DraftedRound:
-    """What a round with a draft is to gain, and what it costs, in tokens of plain decoding."""
+    """What a round with a draft is to gain, and what it costs, in tokens of plain decoding by the rows that go on."""
 
     expected: float
     cost: float
+    num_rows: int
 
 
 class Trust:

@@ -94,8 +94,11 @@ def decode(
                     with stats.stage("draft"):
                         trees = generator.propose(context, most_nodes)
                     trees = checked_trees(trees, context.roots, vocab_size)
-                    trees = _of_unfinished_rows(_within_length(trees, groups), groups)
-                    size = checked_nodes(policy, "nodes_to_verify", policy.nodes_to_verify(trees, rows.num_cached))
+                    trees = _within_length(trees, groups)
+                    unfinished = [trees[row] for row in sorted(_rows_going_on(groups))] or trees
+                    size = checked_nodes(
+                        policy, "nodes_to_verify", policy.nodes_to_verify(unfinished, rows.num_cached)
+                    )
                     trees = _best_nodes(trees, min(size, most_drafted(cache, rows.num_cached)))
                     trees = _with_padding_rows(processes.agree_on_trees(trees), groups)
                 else:
@@ -239,16 +242,6 @@ def _within_length(trees: list[DraftTree], groups: Sequence[RowGroup]) -> list[D
         if room is not None and not group.sequences.finished:
             for row in group.rows:
                 trees[row] = trees[row].limit_depth(room - 1)
-    return trees
-
-
-def _of_unfinished_rows(trees: Sequence[DraftTree], groups: Sequence[RowGroup]) -> list[DraftTree]:
-    """Leaves nothing but the root to rows that have finished, as what is drafted for them will not be emitted."""
-    trees = list(trees)
-    for group in groups:
-        for row, pads in zip(group.rows, group.sequences.padding):
-            if pads or group.sequences.finished:
-                trees[row] = DraftTree.root_only(int(trees[row].token_ids[0]))
     return trees
 
 
