@@ -85,6 +85,7 @@ def decode(
         with growing(cache), recording_past(cache):
             while processes.any(not all(group.sequences.finished for group in groups)):
                 start = time.perf_counter()
+                going_on = _rows_going_on(groups)
                 asked = policy.nodes_to_draft(rows.num_cached, len(prompt))
                 most_nodes = processes.most(checked_nodes(policy, "nodes_to_draft", asked))
                 if most_nodes:
@@ -95,7 +96,7 @@ def decode(
                         trees = generator.propose(context, most_nodes)
                     trees = checked_trees(trees, context.roots, vocab_size)
                     trees = _within_length(trees, groups)
-                    unfinished = [trees[row] for row in sorted(_rows_going_on(groups))] or trees
+                    unfinished = [trees[row] for row in sorted(going_on)] or trees
                     size = checked_nodes(
                         policy, "nodes_to_verify", policy.nodes_to_verify(unfinished, rows.num_cached)
                     )
@@ -122,7 +123,6 @@ def decode(
                             ahead.settle(0)
                             ahead = look_ahead(groups, trees, verification.outputs.logits, chooser)
                 paths = [[0] for _ in trees]
-                going_on = _rows_going_on(groups)
                 try:
                     with stats.stage("accept"):
                         walk(groups, trees, verification.outputs.logits, chooser, paths, ahead)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -276,12 +276,12 @@ def _install() -> None:
 
 
 # What PyTorch does behind its own functions, as where it makes a tensor of a list.
-_library = torch.library.Library("aten", "IMPL")
+_overrides = library.Library("aten", "IMPL")
 for _operation in (torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default):
 
     def _below_python(*args: Any, _operation: Any = _operation, **kwargs: Any) -> Any:
         return _backend.accelerator.run(_operation, args, kwargs)
 
-    _library.impl(_operation, _below_python, "PrivateUse1")
+    _overrides.impl(_operation, _below_python, "PrivateUse1")
 
 _install()

@@ -64,6 +64,8 @@ def test_equals_plain_decoding(family: str) -> None:
     try:
         static = model.generate(prompt, **GREEDY, cache_implementation="static")
     except TypeError:
+        if family != "llama4":
+            raise
         pytest.skip("This Transformers makes no mask for chunks of a static cache.")
     assert static.sequences.tolist() == plain.sequences.tolist()
     tree = by_tree(model, prompt, plain.sequences, output_logits=True)

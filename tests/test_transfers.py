@@ -99,7 +99,7 @@ class FollowsTheTokenBefore(LogitsProcessor):
 def test_accepted_paths(rows, together, options):
     """Most nodes that are right are accepted, and rows end one after the other in the middle of a path."""
     if options.get("do_sample") and rows > 1 and not together:
-        pytest.skip("rows that walk for themselves draw in an order of their own")
+        options = {**options, "top_k": 1}  # rows that walk for themselves draw in an order of their own
     model, _, on_device, _ = pair("llama", 1)
     ends = decode(model, None, rows, **options)[:, -4].tolist()
     options = {**options, "eos_token_id": ends, "return_dict_in_generate": True, "output_scores": together}
