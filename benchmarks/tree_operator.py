@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from hf_ddtree.attention.gated_delta_rule import tree_gated_delta_rule
-from hf_ddtree.attention.path_state import PathFactors, advance_states
+from hf_ddtree.attention.path_state import PathFactors, TreePaths, advance_states
 from hf_ddtree.draft_tree import DraftTree, build_tree, top_candidates
 
 NODES = 8, 16, 32, 64, 128
@@ -93,9 +93,9 @@ def by_node(inputs: Inputs, initial_state: Tensor, parents: list[int]) -> tuple[
     return torch.stack(outputs)[None], states
 
 
-def by_tree(inputs: Inputs, initial_state: Tensor, ancestor_mask: Tensor, path: Tensor) -> tuple[Tensor, PathFactors]:
+def by_tree(inputs: Inputs, initial_state: Tensor, paths: TreePaths, path: Tensor) -> tuple[Tensor, PathFactors]:
     """The operator and the commit of a path, which changes `initial_state`."""
-    outputs, factors = tree_gated_delta_rule(*inputs, ancestor_mask, initial_state, use_qk_l2norm_in_kernel=True)
+    outputs, factors = tree_gated_delta_rule(*inputs, paths, initial_state, use_qk_l2norm_in_kernel=True)
     advance_states([initial_state], [factors], path)
     return outputs, factors
 
@@ -114,12 +114,12 @@ def compare(size: Size, num_drafted: int, repeats: int) -> dict[str, Any]:
     """
     tree = make_tree(num_drafted)
     inputs, initial_state = make_inputs(size, len(tree))
-    parents, mask = tree.parents.tolist(), tree.ancestor_mask[None]
+    parents, paths = tree.parents.tolist(), TreePaths.of(tree.ancestor_mask[None])
     deepest = int(tree.depths.argmax())
     path = torch.tensor([tree.path(deepest)])
     expected, states = by_node(inputs, initial_state, parents)
     committed = initial_state.clone()
-    outputs, factors = by_tree(inputs, committed, mask, path)
+    outputs, factors = by_tree(inputs, committed, paths, path)
     error = max(float((outputs - expected).abs().max()), float((committed[0] - states[deepest]).abs().max()))
     if error > TOLERANCE:
         raise SystemExit(f"Operator and loop differ by {error:.2g} at {size} and {num_drafted} nodes.")
@@ -127,7 +127,7 @@ def compare(size: Size, num_drafted: int, repeats: int) -> dict[str, Any]:
     loop, operator = [], []
     for _ in range(repeats):
         loop.append(seconds_of(lambda: by_node(inputs, initial_state, parents)))
-        operator.append(seconds_of(lambda: by_tree(inputs, committed, mask, path)))
+        operator.append(seconds_of(lambda: by_tree(inputs, committed, paths, path)))
     return {
         "nodes": num_drafted,
         "depth": int(tree.depths.max()),

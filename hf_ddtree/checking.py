@@ -60,7 +60,7 @@ class TreeMemory:
         recurrent: What layers with a state keep of the nodes: inputs of convolutions, factors of recurrences.
         logits: In the dtype of the output head.
         features: What is recorded for the drafter; 0 if it is not known.
-        masks: The attention masks, one for each kind of layer, and the ancestor mask.
+        masks: The attention masks, one for each kind of layer, and the ancestor mask in the forms that layers need.
     """
 
     nodes: int
@@ -354,8 +354,13 @@ def _dry_run(model: PreTrainedModel, nodes: int, context_length: int, layer_ids:
     finally:
         recorder.close()
     in_cache = {_storage(tensor) for layer in cache.layers for tensor in _tensors(vars(layer))}
-    kept = [part for part in _tensors(verification.tree_pass) if _storage(part) not in in_cache]
-    factors, ancestors = ([part for part in kept if part.is_floating_point() == wanted] for wanted in (True, False))
+    tree_pass = verification.tree_pass
+    assert tree_pass is not None
+    for_commit = {_storage(part) for part in _tensors([tree_pass.path_factors, tree_pass.conv_inputs])}
+    kept = [part for part in _tensors(tree_pass) if _storage(part) not in in_cache]
+    factors, of_tree = (
+        [part for part in kept if (_storage(part) in for_commit) == wanted] for wanted in (True, False)
+    )
     features = [] if verification.features is None else [verification.features]
     return TreeMemory(
         nodes=nodes,
@@ -364,7 +369,7 @@ def _dry_run(model: PreTrainedModel, nodes: int, context_length: int, layer_ids:
         recurrent=after["state"] - before["state"] + _num_bytes(factors),
         logits=_num_bytes([verification.outputs.logits]),
         features=_num_bytes(features),
-        masks=_num_bytes([*masks, *ancestors]),
+        masks=_num_bytes([*masks, *of_tree]),
     )
 
 

@@ -17,7 +17,7 @@ from hf_ddtree.attention.gated_delta_rule import tree_gated_delta_rule
 from hf_ddtree.attention.kimi_delta import tree_kimi_delta
 from hf_ddtree.attention.mamba2 import tree_mamba2
 from hf_ddtree.attention.mask import chunk_windows, to_additive, tree_attention_mask
-from hf_ddtree.attention.path_state import PathFactors, advance_states
+from hf_ddtree.attention.path_state import PathFactors, TreePaths, advance_states
 from hf_ddtree.attention.query_scale import scale_correction
 from hf_ddtree.attention.tree_batch import TreeBatch
 from hf_ddtree.draft_tree import DraftTree
@@ -53,9 +53,9 @@ class Recurrence:
         self._generator = torch.Generator().manual_seed(seed)
 
     def by_tree(self, trees: list[DraftTree]) -> tuple[Tensor, PathFactors]:
-        return self.operator(TreeBatch.from_trees(trees, CPU).ancestor_mask)
+        return self.operator(TreePaths.of(TreeBatch.from_trees(trees, CPU).ancestor_mask))
 
-    def operator(self, ancestor_mask: Tensor) -> tuple[Tensor, PathFactors]:
+    def operator(self, paths: TreePaths) -> tuple[Tensor, PathFactors]:
         raise NotImplementedError
 
     def step(self, row: int, node: int, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,10 +108,10 @@ class DeltaRule(Recurrence):
         self.beta = (low + (high - low) * self.uniform(heads)).to(self.dtype)
         self.initial_state = self.normal(heads, key_dim, value_dim)[:, 0]
 
-    def operator(self, ancestor_mask: Tensor) -> tuple[Tensor, PathFactors]:
+    def operator(self, paths: TreePaths) -> tuple[Tensor, PathFactors]:
         operator, g = (tree_kimi_delta, self.g) if self.channels else (tree_gated_delta_rule, self.g[..., 0])
         inputs = self.query, self.key, self.value, g, self.beta
-        return operator(*inputs, ancestor_mask, self.initial_state, self.normalise)
+        return operator(*inputs, paths, self.initial_state, self.normalise)
 
     def step(self, row: int, node: int, state: Tensor) -> tuple[Tensor, Tensor]:
         query, key = (
@@ -141,9 +141,9 @@ class Mamba2(Recurrence):
         self.skip = torch.linspace(-1.0, 2.0, heads) if skip else None
         self.initial_state = self.normal(heads, rows, columns)[:, 0]
 
-    def operator(self, ancestor_mask: Tensor) -> tuple[Tensor, PathFactors]:
+    def operator(self, paths: TreePaths) -> tuple[Tensor, PathFactors]:
         inputs = self.inputs, self.dt, self.rate, self.columns, self.query
-        return tree_mamba2(*inputs, ancestor_mask, self.initial_state, self.skip)
+        return tree_mamba2(*inputs, paths, self.initial_state, self.skip)
 
     def step(self, row: int, node: int, state: Tensor) -> tuple[Tensor, Tensor]:
         group = torch.arange(len(self.rate)) // (len(self.rate) // self.columns.shape[2])
@@ -328,7 +328,7 @@ def test_convolution_is_that_of_every_path(kernel_size, bias):
             offset = torch.randn(channels, generator=generator) if bias else None
             windows = ancestor_windows(batch, kernel_size, num_cached)
             output = tree_causal_conv(inputs, weight, windows, offset)
-            activated = tree_causal_conv(inputs, weight, windows, offset, "silu")
+            activated = tree_causal_conv(inputs, weight, windows, offset, torch.nn.functional.silu)
             torch.testing.assert_close(activated, torch.nn.functional.silu(output))
             for row, tree in enumerate(trees):
                 for node in range(len(tree)):
@@ -351,7 +351,7 @@ def test_half_precision_convolution_rounds_as_a_plain_one_does(dtype):
     windows = ancestor_windows(TreeBatch.from_trees([tree], CPU), 4, 3)
     inputs = torch.randn(1, 64, 12, generator=generator).to(dtype)
     weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((64, 4), (64,)))
-    output = tree_causal_conv(inputs, weight, windows, bias, activation="silu")
+    output = tree_causal_conv(inputs, weight, windows, bias, torch.nn.functional.silu)
     expected = torch.nn.functional.silu(torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=64))
     assert output.dtype == dtype
     assert (output == expected).float().mean() > 0.98

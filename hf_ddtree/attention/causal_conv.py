@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from transformers.activations import ACT2FN
 
 from .tree_batch import TreeBatch
 
@@ -33,7 +34,7 @@ def tree_causal_conv(
     weight: Tensor,
     windows: Tensor,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Convolves each node's window of its own path.
 
@@ -42,7 +43,7 @@ def tree_causal_conv(
         weight: `(channels, kernel_size)`.
         windows: `(batch, n, kernel_size)`, from `ancestor_windows`.
         bias: `(channels,)`.
-        activation: Name of an activation in Transformers' `ACT2FN`.
+        activation: What the outputs go through.
 
     Returns:
         `(batch, channels, n)` in the dtype of `hidden_states`.
@@ -55,11 +56,11 @@ def tree_causal_conv(
         gathered = inputs.gather(1, windows.flatten(1)[..., None].expand(-1, -1, inputs.shape[2]))
     # In half precision a convolution rounds once, at its end.
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    gathered = gathered.unflatten(1, windows.shape[1:]).to(dtype)
+    gathered = gathered.view(*windows.shape, -1).to(dtype)
     output = (gathered * weight.to(dtype).t().contiguous()).sum(2)
     if bias is not None:
         output = output + bias
     output = output.to(weight.dtype)
     if activation is not None:
-        output = ACT2FN[activation](output)
+        output = activation(output)
     return output.to(hidden_states.dtype).transpose(1, 2)

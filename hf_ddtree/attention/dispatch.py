@@ -19,13 +19,14 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from ..transfer import on_device
 from .causal_conv import ancestor_windows, tree_causal_conv
 from .gated_delta_rule import tree_gated_delta_rule
 from .kimi_delta import tree_kimi_delta
 from .mamba2 import tree_mamba2
-from .path_state import PathFactors
+from .path_state import PathFactors, TreePaths
 from .query_scale import scale_correction, scales_queries
 from .tracing import traced
 from .tree_batch import TreeBatch
@@ -52,8 +53,9 @@ class TreePass:
         self.path_factors: list[PathFactors] = []
         self.conv_inputs: list[Tensor] = []
         self._windows: dict[tuple[int, int, torch.device], Tensor] = {}
-        self._ancestor_masks: dict[torch.device, Tensor] = {}
+        self._paths: dict[torch.device, TreePaths] = {}
         self._scale_corrections: dict[tuple[float, float], Tensor | None] = {}
+        self._activations: dict[str | None, nn.Module | None] = {None: None}
 
     def windows(self, kernel_size: int, num_cached: int, device: torch.device) -> Tensor:
         """`ancestor_windows`, made once for all layers that are alike."""
@@ -62,11 +64,17 @@ class TreePass:
             self._windows[key] = ancestor_windows(self.trees, kernel_size, num_cached).to(device)
         return self._windows[key]
 
-    def ancestor_mask(self, device: torch.device) -> Tensor:
-        """The ancestor mask on a layer's device."""
-        if device not in self._ancestor_masks:
-            self._ancestor_masks[device] = self.trees.ancestor_mask.to(device)
-        return self._ancestor_masks[device]
+    def paths(self, device: torch.device) -> TreePaths:
+        """The trees' paths on a layer's device, made once for all layers there."""
+        if device not in self._paths:
+            self._paths[device] = TreePaths.of(self.trees.ancestor_mask.to(device))
+        return self._paths[device]
+
+    def activation(self, name: str | None) -> nn.Module | None:
+        """An activation of Transformers' `ACT2FN`, which makes a new module whenever it is asked."""
+        if name not in self._activations:
+            self._activations[name] = ACT2FN[name]
+        return self._activations[name]
 
     def scale_correction(self, attn_scale: float, floor_scale: float) -> Tensor | None:
         """`scale_correction`, made once for all layers that are alike."""
@@ -122,8 +130,8 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    ancestor_mask = tree_pass.ancestor_mask(query.device)
-    output, factors = operator(query, key, value, g, beta, ancestor_mask, initial_state, use_qk_l2norm_in_kernel)
+    paths = tree_pass.paths(query.device)
+    output, factors = operator(query, key, value, g, beta, paths, initial_state, use_qk_l2norm_in_kernel)
     tree_pass.path_factors.append(factors)
     # Which path the target takes is not known yet, so the state goes back as it came.
     return output, initial_state
@@ -147,8 +155,8 @@ def _mamba2_chunk_scan(
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = torch.nn.functional.softplus(dt)
-    ancestor_mask = tree_pass.ancestor_mask(hidden_states.device)
-    output, factors = tree_mamba2(hidden_states, dt, A, B, C, ancestor_mask, initial_states, D)
+    paths = tree_pass.paths(hidden_states.device)
+    output, factors = tree_mamba2(hidden_states, dt, A, B, C, paths, initial_states, D)
     tree_pass.path_factors.append(factors)
     return output, initial_states
 
@@ -185,7 +193,7 @@ def _causal_conv(
     num_cached = hidden_states.shape[-1] - tree_pass.trees.num_nodes
     windows = tree_pass.windows(weight.shape[-1], num_cached, hidden_states.device)
     tree_pass.conv_inputs.append(hidden_states)
-    return tree_causal_conv(hidden_states, weight, windows, bias, activation)
+    return tree_causal_conv(hidden_states, weight, windows, bias, tree_pass.activation(activation))
 
 
 def _causal_conv_step(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .path_state import PathFactors, path_decay
+from .path_state import PathFactors, TreePaths, path_decay
 
 
 def tree_gated_delta_rule(
@@ -29,7 +29,7 @@ def tree_gated_delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    ancestor_mask: Tensor,
+    paths: TreePaths,
     initial_state: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, PathFactors]:
@@ -40,32 +40,35 @@ def tree_gated_delta_rule(
         value: `(batch, n, heads, d_v)`; `heads` is a multiple of `key_heads`.
         g: `(batch, n, heads)`, logarithm of the decay, at most 0.
         beta: `(batch, n, heads)`, write strength.
-        ancestor_mask: `(batch, n, n)` bool, nodes in topological order; row `i` marks node `i` and its ancestors.
+        paths: Those of the trees.
         initial_state: `(batch, heads, d_k, d_v)`, the state above the root.
         use_qk_l2norm_in_kernel: Whether to L2-normalise queries and keys.
 
     Returns:
         `(batch, n, heads, d_v)` in the dtype of `query`, and the factors.
     """
-    batch_size, num_nodes, num_heads, _ = value.shape
+    batch_size, num_nodes, num_heads, value_dim = value.shape
     # Queries and keys meet the same matrices, so both go through them as one.
     query_key = torch.cat((query, key), dim=1).float().transpose(1, 2)
     if use_qk_l2norm_in_kernel:
         query_key = query_key * torch.rsqrt((query_key * query_key).sum(-1, keepdim=True) + 1e-6)
     if num_heads > key.shape[2]:
         query_key = query_key.repeat_interleave(num_heads // key.shape[2], dim=1)
-    keys = query_key[:, :, num_nodes:]
-    strength = beta.float().transpose(1, 2)[..., None]
-    between, from_root = path_decay(g, ancestor_mask)
+    # Rows and heads as one dimension: all that follows are products of batches of matrices.
+    query_key = query_key.flatten(0, 1)
+    keys = query_key[:, num_nodes:]
+    values = value.float().transpose(1, 2).flatten(0, 1)
+    strength = beta.float().transpose(1, 2).flatten(0, 1)[..., None]
+    between, from_root = (decay.flatten(0, 1) for decay in path_decay(g, paths))
 
-    products = (query_key @ keys.mT).view(batch_size, num_heads, 2, num_nodes, num_nodes) * between[:, :, None]
-    from_state, predicted = (query_key @ initial_state.float()).split(num_nodes, dim=2)
+    products = torch.bmm(query_key, keys.mT).view(-1, 2, num_nodes, num_nodes) * between[:, None]
+    of_state = torch.bmm(query_key, initial_state.float().flatten(0, 1)).view(-1, 2, num_nodes, value_dim)
+    from_state, predicted = (of_state * from_root[:, None]).unbind(1)
     updates = torch.linalg.solve_triangular(
-        strength * products[:, :, 1],
-        strength * torch.addcmul(value.float().transpose(1, 2), from_root, predicted, value=-1),
-        upper=False,
-        unitriangular=True,
+        strength * products[:, 1], strength * (values - predicted), upper=False, unitriangular=True
     )
-    output = torch.addcmul(products[:, :, 0] @ updates, from_root, from_state) * key.shape[-1] ** -0.5
+    scale = key.shape[-1] ** -0.5
+    output = torch.baddbmm(from_state, products[:, 0], updates, beta=scale, alpha=scale)
+    output, keys, updates = (part.unflatten(0, (batch_size, num_heads)) for part in (output, keys, updates))
     factors = PathFactors(g.float().transpose(1, 2)[..., None], keys, updates)
     return output.transpose(1, 2).to(query.dtype), factors

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .path_state import LOWEST_LOG_DECAY, PathFactors
+from .path_state import LOWEST_LOG_DECAY, PathFactors, TreePaths
 
 # Most elements of the products of queries and keys that are held at once, 256 MB in float32.
 BLOCK_ELEMENTS = 2**26
@@ -30,7 +30,7 @@ def tree_kimi_delta(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    ancestor_mask: Tensor,
+    paths: TreePaths,
     initial_state: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, PathFactors]:
@@ -41,7 +41,7 @@ def tree_kimi_delta(
         value: `(batch, n, heads, d_v)`.
         g: `(batch, n, heads, d_k)`, logarithm of the decay, at most 0.
         beta: `(batch, n, heads)`, write strength.
-        ancestor_mask: `(batch, n, n)` bool, nodes in topological order; row `i` marks node `i` and its ancestors.
+        paths: Those of the trees.
         initial_state: `(batch, heads, d_k, d_v)`, the state above the root.
         use_qk_l2norm_in_kernel: Whether to L2-normalise queries and keys.
 
@@ -58,15 +58,14 @@ def tree_kimi_delta(
     values = value.float().transpose(1, 2)
     strength = beta.float().transpose(1, 2)[..., None]
 
-    decay = PathDecay(g, ancestor_mask)
+    decay = PathDecay(g, paths)
     # Queries and keys meet the same decayed keys, so both go through them as the two columns of a matrix.
     query_key = torch.stack((queries, keys), dim=-1)
     products = keys.new_zeros((*keys.shape[:2], num_nodes, num_nodes, 2))
-    visible = ancestor_mask[:, None, :, :, None]
     block = max(1, BLOCK_ELEMENTS // max(1, keys.numel()))
     for first in range(0, num_nodes, block):
         nodes = slice(first, min(first + block, num_nodes))
-        decayed_keys = decay.between(visible, nodes).mul_(keys[:, :, None, : nodes.stop])
+        decayed_keys = decay.between(nodes).mul_(keys[:, :, None, : nodes.stop])
         products[:, :, nodes, : nodes.stop] = decayed_keys @ query_key[:, :, nodes]
     attention, key_products = products.unbind(-1)
 
@@ -91,25 +90,25 @@ class PathDecay:
 
     Args:
         log_decay: `(batch, n, ...)`, at most 0.
-        ancestor_mask: `(batch, n, n)` bool; row `i` marks node `i` and its ancestors.
+        paths: Those of the trees.
     """
 
-    def __init__(self, log_decay: Tensor, ancestor_mask: Tensor) -> None:
+    def __init__(self, log_decay: Tensor, paths: TreePaths) -> None:
+        self._visible = paths.ancestor_mask[:, None, :, :, None]
         bounded = log_decay.float().clamp(min=LOWEST_LOG_DECAY)
         coarse = (bounded / COARSE_STEP).round() * COARSE_STEP
         parts = torch.stack((coarse, bounded - coarse)).flatten(3)
-        sums = (ancestor_mask.float() @ parts).view(2, *log_decay.shape)
+        sums = (paths.ancestors[..., 1:] @ parts).view(2, *log_decay.shape)
         self._coarse, self._fine = sums.transpose(2, 3)
 
     def from_root(self) -> Tensor:
         """`(batch, heads, n, ...)`: decay of each node's whole path, the node's own included."""
         return (self._coarse + self._fine).exp()
 
-    def between(self, visible: Tensor, nodes: slice = slice(None)) -> Tensor:
+    def between(self, nodes: slice = slice(None)) -> Tensor:
         """Decay from each node `j` down to each of `nodes`, 0 where `j` is no ancestor.
 
         Args:
-            visible: `(batch, 1, n, n, ...)`, the ancestor mask, broadcastable to the result.
             nodes: Which nodes `i`; ancestors are looked for among those up to the last of them.
 
         Returns:
@@ -118,4 +117,4 @@ class PathDecay:
         ancestors = slice(nodes.stop)
         difference = self._coarse[:, :, nodes, None] - self._coarse[:, :, None, ancestors]
         difference += self._fine[:, :, nodes, None] - self._fine[:, :, None, ancestors]
-        return difference.masked_fill_(~visible[:, :, nodes, ancestors], float("-inf")).exp_()
+        return difference.masked_fill_(~self._visible[:, :, nodes, ancestors], float("-inf")).exp_()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .path_state import PathFactors, path_decay
+from .path_state import PathFactors, TreePaths, path_decay
 
 
 def tree_mamba2(
@@ -22,7 +22,7 @@ def tree_mamba2(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    ancestor_mask: Tensor,
+    paths: TreePaths,
     initial_state: Tensor,
     D: Tensor | None = None,
 ) -> tuple[Tensor, PathFactors]:
@@ -33,7 +33,7 @@ def tree_mamba2(
         dt: `(batch, n, heads)`, the step, bias and softplus applied; positive.
         A: `(heads,)`, negative.
         B, C: `(batch, n, groups, columns)`; `heads` is a multiple of `groups`, and a group's heads stand together.
-        ancestor_mask: `(batch, n, n)` bool, nodes in topological order; row `i` marks node `i` and its ancestors.
+        paths: Those of the trees.
         initial_state: `(batch, heads, rows, columns)`, the state above the root.
         D: `(heads,)`, what of `x` goes past the state; None for nothing.
 
@@ -47,7 +47,7 @@ def tree_mamba2(
     written = (inputs * step[..., None]).transpose(1, 2)
     keys, queries = (vectors.float().transpose(1, 2) for vectors in (B, C))
 
-    between, from_root = path_decay(log_decay, ancestor_mask)
+    between, from_root = path_decay(log_decay, paths)
     attention = (queries @ keys.transpose(-1, -2)).repeat_interleave(num_heads // num_groups, dim=1) * between
     queries = queries.repeat_interleave(num_heads // num_groups, dim=1)
     from_state = queries @ initial_state.float().transpose(-1, -2)

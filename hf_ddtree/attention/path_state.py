@@ -12,10 +12,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # In float32, exp() of this and of anything lower is 0.
 LOWEST_LOG_DECAY = -104.0
+# What has decayed to less counts as gone. Products with it would be denormal numbers, which take ten times as long.
+LEAST_DECAY = 1e-30
+
+
+@dataclass(frozen=True)
+class TreePaths:
+    """Which nodes lie on which paths, made once for all layers of a round.
+
+    Attributes:
+        ancestor_mask: `(batch, n, n)` bool, nodes in topological order; row `i` marks node `i` and its ancestors.
+        ancestors: `(batch, n, 1 + n)` float32, the same behind a column of ones, for the state above the root.
+        below: `(batch, n, 1 + n)` float32; row `k` marks what node `k` lies below: the state above the root, and its
+            ancestors without the node itself.
+    """
+
+    ancestor_mask: Tensor
+    ancestors: Tensor
+    below: Tensor
+
+    @classmethod
+    def of(cls, ancestor_mask: Tensor) -> TreePaths:
+        """The paths of an ancestor mask."""
+        ancestors = nn.functional.pad(ancestor_mask.float(), (1, 0), value=1.0)
+        return cls(ancestor_mask, ancestors, ancestors.tril())
 
 
 @dataclass(frozen=True)
@@ -34,7 +58,7 @@ class PathFactors:
     right: Tensor
 
 
-def path_decay(log_decay: Tensor, ancestor_mask: Tensor) -> tuple[Tensor, Tensor]:
+def path_decay(log_decay: Tensor, paths: TreePaths) -> tuple[Tensor, Tensor]:
     """Decay along the paths of a tree, precise between nodes of any depth.
 
     The decay from node `j` down to node `i` is a sum over the nodes between them. It is taken as such, a product with
@@ -42,16 +66,17 @@ def path_decay(log_decay: Tensor, ancestor_mask: Tensor) -> tuple[Tensor, Tensor
 
     Args:
         log_decay: `(batch, n, heads)`, at most 0.
-        ancestor_mask: `(batch, n, n)` bool, nodes in topological order; row `i` marks node `i` and its ancestors.
+        paths: Those of the trees.
 
     Returns:
         `(batch, heads, n, n)`: from each node `j` down to each node `i`, 0 where `j` is no ancestor; and
         `(batch, heads, n, 1)`: of each node's whole path, the node's own included. Both float32.
     """
-    ancestors = ancestor_mask.float()
-    own = log_decay.float().clamp(min=LOWEST_LOG_DECAY).transpose(1, 2)
-    summed = ((ancestors[:, None] * own[:, :, None]).flatten(1, 2) @ ancestors.tril(-1)).view(*own.shape, -1)
-    return summed.exp_().mul_(ancestors[:, None]), (own @ ancestors.mT).exp_()[..., None]
+    own = log_decay.float().clamp(min=LOWEST_LOG_DECAY).transpose(1, 2).contiguous()
+    along_path = own[:, :, None] * paths.ancestors[:, None, :, 1:]
+    summed = torch.bmm(along_path.flatten(1, 2), paths.below).view(*own.shape, -1)
+    decay = summed.exp_().mul_(paths.ancestors[:, None])
+    return decay[..., 1:], decay[..., :1]
 
 
 def advance_states(
@@ -66,19 +91,21 @@ def advance_states(
         lengths: `(batch,)` int64, how many nodes each path has; an empty one leaves the state as it is. None if all
             have `length`.
     """
+    # Backwards, so that the sum of all decays so far is the decay of what lies behind.
+    backwards = path.flip(1)
     log_decay, left, right = (
-        _along_path(torch.stack([getattr(layer, name) for layer in factors]), path)
+        _along_path(torch.stack([getattr(layer, name) for layer in factors]), backwards)
         for name in ("log_decay", "left", "right")
     )
     if lengths is not None:
-        beyond = torch.arange(path.shape[1], device=path.device) >= lengths[:, None]
+        beyond = torch.arange(path.shape[1], 0, -1, device=path.device) > lengths[:, None]
         log_decay, left = (values.masked_fill(beyond[:, None, :, None], 0.0) for values in (log_decay, left))
-    decay = log_decay.flip(3).cumsum(3).flip(3)
-    behind = torch.nn.functional.pad(decay[..., 1:, :], (0, 0, 0, 1))
+    decay = nn.functional.pad(log_decay.cumsum(3), (0, 0, 1, 0)).exp_()
+    decay = nn.functional.threshold(decay, LEAST_DECAY, 0.0, inplace=True)
     if left.shape[2] != right.shape[2]:
         right = right.repeat_interleave(left.shape[2] // right.shape[2], dim=2)
-    written = (left * behind.exp()).transpose(-1, -2) @ right
-    torch._foreach_mul_(list(states), list(decay[..., :1, :].exp().transpose(-1, -2)))
+    written = (left * decay[..., :-1, :]).mT @ right
+    torch._foreach_mul_(list(states), list(decay[..., -1:, :].mT))
     torch._foreach_add_(list(states), list(written))
 
 
