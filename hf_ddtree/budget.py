@@ -38,26 +38,26 @@ from .draft_tree import DraftTree
 # Sizes of trees, in drafted nodes, that are chosen from; 0 is plain decoding.
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # What is tried first on a model that was never timed.
-FIRST_SIZES = (16, 0, 4, 0, 16)
+FIRST_SIZES = (16, 0, 16)
 # Contexts of up to 256 tokens are alike, and from there on those between two powers of two.
 SHORT_CONTEXT = 256
-# Times that a median is taken of.
-SAMPLES = 11
+# Times that a median is taken of: of one size, and of the last rounds. Of fewer than a few it means nothing.
+SAMPLES, SAMPLES_OF_PACE, FEW = 11, 7, 3
 # Running sums forget a round after about as many.
 ROUNDS_REMEMBERED = 32
 KEPT = 1.0 - 1.0 / ROUNDS_REMEMBERED
 # After how many rounds of drafting the next size up or down is timed again.
-ROUNDS_PER_RETRY = 32
+ROUNDS_PER_RETRY = 16
 # Rounds of drafting before speculation may be given up, at first and when it is tried again.
 FIRST_LOOK, LATER_LOOK = 8, 2
-# What looking again may cost, as a fraction of the plain decoding in between. The first break is short, in case that
-# it comes of bad luck, and the next ones at most some times as long as the one before.
+# What looking again may cost, as a fraction of the plain decoding in between. The first break is short however much
+# was lost, in case that it comes of bad luck, and the next ones are at most some times as long as the one before.
 COST_OF_LOOKING = 0.01
-FIRST_BREAK, LONGER_EACH_TIME = 32, 4
+FIRST_BREAK, LONGER_EACH_TIME = 8, 4
 # How many tokens a row may be lost before speculation is given up at once.
 LOST_AT_ONCE = 2.0
 # Accepted tokens that it takes to doubt the drafter's probabilities.
-TRUST_PRIOR = 1.5
+TRUST_PRIOR = 1.0
 # Deeper nodes count as if they were as deep.
 DEEPEST = 32
 
@@ -253,7 +253,7 @@ class AutoBudget(BudgetPolicy):
             return
         if gained < -len(self._gained) * COST_OF_LOOKING * drafted.num_rows:
             worth = int(-gained / drafted.num_rows / COST_OF_LOOKING)
-            self._break_left = min(max(worth, FIRST_BREAK), self._longest_break)
+            self._break_left = min(worth, self._longest_break)
             self._longest_break *= LONGER_EACH_TIME
             self._looks_again = True
             self._gained.clear()
@@ -381,11 +381,18 @@ def _by_probability(trees: Sequence[DraftTree]) -> _Nodes:
 
 
 class ForwardTimes:
-    """Times of a target's forwards by context, rows and size: medians of the last few."""
+    """Times of a target's forwards by context, rows and size: medians of the last few.
+
+    A machine is slower at one time than at another, for forwards of all sizes alike, and a size that was timed in a
+    slow minute would look slow until it is timed again, which it then never is. So times are kept in units of the
+    machine's pace: the median, over the last rounds, of a forward's time by what its size usually takes.
+    """
 
     def __init__(self) -> None:
         self._samples: dict[tuple[int, int], dict[int, deque[float]]] = {}
         self._tried: dict[int, int] = {}
+        self._paces: deque[float] = deque(maxlen=SAMPLES_OF_PACE)
+        self._pace = 1.0
 
     def next_to_try(self, num_rows: int) -> int | None:
         """A size to time before anything can be said; None when there is none left."""
@@ -397,27 +404,31 @@ class ForwardTimes:
     def add(self, num_cached: int, num_rows: int, num_drafted: int, seconds: float) -> None:
         """Takes the time of a forward over `num_drafted` nodes and the root."""
         size = SIZES[min(bisect_left(SIZES, num_drafted), len(SIZES) - 1)]
-        samples = self._of_context(num_cached, num_rows)
-        samples.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
+        samples = self._of_context(num_cached, num_rows).setdefault(size, deque(maxlen=SAMPLES))
+        if len(samples) >= FEW:
+            self._paces.append(seconds / median(samples))
+            self._pace = median(self._paces)
+        samples.append(seconds / self._pace)
         self._tried[num_rows] = min(self._tried.get(num_rows, 0) + 1, len(FIRST_SIZES))
 
     def estimate(self, num_cached: int, num_rows: int, most_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """Sizes `(s,)`, from 0 up to twice the largest that was timed, and seconds of a forward `(s,)`.
 
-        Sizes in between are interpolated, and one beyond the largest counts as if it took no longer, to be tried. Up
-        to the first size they always are, as nothing may have been found to draft until now.
+        They never fall with the size. Sizes in between are interpolated, and those beyond the largest take longer by
+        as much a node as that one. Up to the first size they always are, as nothing may have been found to draft yet.
         """
         samples = self._of_context(num_cached, num_rows)
         timed = sorted(samples)
-        seconds = np.maximum.accumulate([_typical(samples[size]) for size in timed])
+        seconds = self._pace * _never_falling([samples[size] for size in timed])
         largest = min(most_nodes, max(2 * timed[-1], FIRST_SIZES[0]))
         sizes = np.array([size for size in SIZES if size <= largest])
-        return sizes, np.interp(sizes, timed, seconds)
+        a_node = (seconds[-1] - seconds[0]) / max(timed[-1] - timed[0], 1)
+        return sizes, np.interp(sizes, timed, seconds) + a_node * np.maximum(sizes - timed[-1], 0)
 
     def to_list(self) -> list[tuple[int, int, int, float]]:
         """Rows, context, size and seconds of all that was timed."""
         return [
-            (rows, context, size, _typical(times))
+            (rows, context, size, self._pace * _typical(times))
             for (rows, context), of_size in self._samples.items()
             for size, times in of_size.items()
         ]
@@ -445,7 +456,20 @@ class ForwardTimes:
 
 def _typical(times: deque[float]) -> float:
     """The median; of very few, the least, as the first ones are slow."""
-    return min(times) if len(times) < 3 else median(times)
+    return min(times) if len(times) < FEW else median(times)
+
+
+def _never_falling(samples: Sequence[deque[float]]) -> np.ndarray:
+    """What is typical of each `(n,)`, moved as little as need be for none to be below the one before it."""
+    pools: list[tuple[float, int, int]] = []
+    for times in samples:
+        level, weight, count = _typical(times), len(times), 1
+        while pools and pools[-1][0] > level:
+            other, its_weight, its_count = pools.pop()
+            level = (level * weight + other * its_weight) / (weight + its_weight)
+            weight, count = weight + its_weight, count + its_count
+        pools.append((level, weight, count))
+    return np.repeat([level for level, _, _ in pools], [count for _, _, count in pools])
 
 
 _learned: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[type, AutoBudget]]] = WeakKeyDictionary()

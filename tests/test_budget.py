@@ -79,12 +79,17 @@ class Machine:
 
 
 def run(
-    policy: BudgetPolicy, machine: Machine, rounds: int = NUM_ROUNDS, seed: int = 0, num_cached: int = 300
+    policy: BudgetPolicy,
+    machine: Machine,
+    rounds: int = NUM_ROUNDS,
+    seed: int = 0,
+    num_cached: int = 300,
+    slower: Callable[[int], float] = lambda round: 1.0,
 ) -> float:
-    """Tokens a second."""
+    """Tokens a second, if `slower`, by which factor the machine is slower in a round, is not counted."""
     random = np.random.default_rng(seed)
     tokens = seconds = 0.0
-    for _ in range(rounds):
+    for number in range(rounds):
         most = policy.nodes_to_draft(num_cached, machine.num_rows)
         trees = [DraftTree.root_only(0)] * machine.num_rows
         if most:
@@ -93,7 +98,7 @@ def run(
             trees = [tree.truncate(size) if size else DraftTree.root_only(0) for tree in drafted]
         num_drafted = max(tree.num_drafted for tree in trees)
         accepted = [machine.accept(tree, random) for tree in trees]
-        noise = random.lognormal(sigma=0.05) if random.random() > 0.02 else 4.0
+        noise = slower(number) * (random.lognormal(sigma=0.05) if random.random() > 0.02 else 4.0)
         verify_seconds = machine.seconds(num_drafted) * noise
         draft_seconds = machine.draft_seconds * noise if most else None
         policy.observe(RoundCost(num_cached, machine.num_rows, num_drafted, accepted, draft_seconds, verify_seconds))
@@ -131,6 +136,24 @@ def test_it_finds_the_best_fixed_budget(machine: Machine) -> None:
 def test_with_a_useless_drafter_it_is_hardly_slower_than_plain_decoding() -> None:
     machine = MACHINES["a drafter that is never right"]
     assert run(AutoBudget(), machine, rounds=512) > 0.96 * run(Plain(), machine, rounds=512)
+
+
+def test_a_machine_whose_pace_drifts_does_not_mislead_it() -> None:
+    """Sizes are timed at moments that differ by more than the sizes do, the first of them while all is slow."""
+    machine = Machine(lambda nodes: 1.0 + 0.45 * (nodes > 0) + 0.038 * nodes, 0.75, confidence=0.75, num_rows=4)
+    best = max(run(FixedBudget(size), machine) for size in (8, 16, 32))
+    speeds = []
+    for seed in range(6):
+        changes = np.random.default_rng(seed).normal(scale=0.26, size=240)
+        pace = [0.0]
+        for change in changes:
+            pace.append(0.9 * pace[-1] + change)
+        slower = np.exp(pace)
+        slower[:4] *= 1.5
+        policy = AutoBudget()
+        run(policy, machine, rounds=20, seed=seed, slower=slower.item)
+        speeds.append(run(policy, machine, rounds=200, seed=seed, slower=slower[20:].item))
+    assert np.mean(speeds) > 0.93 * best, np.array(speeds) / best
 
 
 def test_it_comes_back_when_the_text_changes() -> None:
