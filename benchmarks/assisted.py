@@ -16,7 +16,6 @@ other on each prompt, in an order that rotates; every output is compared with pl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch
 import transformers
 import typer
 from measure import RESULTS, Stopwatch, against, alternate, require_identical, save, summarise
+from random_models import NO_TOKENS, make_qwen3, random_prompts, scale
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -37,7 +37,6 @@ from hf_ddtree.testing import SetAccuracyGenerator
 LENGTH = 15
 NODES = 16, 32
 PROMPT_LENGTH = 64
-NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 OURS, THEIRS = "chain", "Transformers' chain"
 
 
@@ -95,32 +94,6 @@ class HiddenDrafts:
         return hidden_states
 
 
-def scale(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives a model weights that keep activations at unit scale, so that no two tokens are tied."""
-    for name, weight in model.named_parameters():
-        if weight.ndim > 1:
-            weight.data.normal_(std=0.3 if "embed_tokens" in name else 1.3 / math.sqrt(weight.shape[-1]))
-    return model.eval().requires_grad_(False)
-
-
-def make_qwen3(is_small: bool) -> PreTrainedModel:
-    size = (64, 192, 2, 1) if is_small else (768, 2304, 12, 12)
-    hidden, intermediate, layers, heads = size
-    config = transformers.Qwen3Config(
-        vocab_size=16_000,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 3),
-        head_dim=64,
-        tie_word_embeddings=False,
-        **NO_TOKENS,
-    )
-    torch.manual_seed(0)
-    return scale(transformers.Qwen3ForCausalLM(config))
-
-
 def make_native_pair(is_small: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
     shape = {"hidden_size": 512, "intermediate_size": 128 if is_small else 1536, "head_dim": 64}
     shape |= {"num_attention_heads": 8, "num_key_value_heads": 2}
@@ -151,15 +124,8 @@ def make_native_pair(is_small: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
     return model, scale(drafter)
 
 
-def prompts_of(vocab_size: int, count: int) -> list[dict[str, Tensor]]:
-    """Random tokens."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, vocab_size, (count, 1, PROMPT_LENGTH), generator=generator)
-    return [{"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} for prompt in ids]
-
-
 def measure_oracle(prompts: int, tokens: int, accuracy: float, is_small: bool) -> list[dict[str, Any]]:
-    model = make_qwen3(is_small)
+    model = make_qwen3(64, 2) if is_small else make_qwen3(768, 12)
     stopwatch = Stopwatch(model)
     sequences: dict[int, Tensor] = {}
 
@@ -174,7 +140,7 @@ def measure_oracle(prompts: int, tokens: int, accuracy: float, is_small: bool) -
         generator = SetAccuracyGenerator(*settings, "chain" if method == OURS else "best_first", horizon=LENGTH)
         return stopwatch.run(prompt, tokens, candidate_generator=generator, **ours(method))
 
-    return measure("oracle", model, prompts_of(model.config.vocab_size, prompts), tokens, run, sequences)
+    return measure("oracle", model, prompts, tokens, run, sequences)
 
 
 def ours(method: str) -> dict[str, Any]:
@@ -198,18 +164,19 @@ def measure_native(prompts: int, tokens: int, accuracy: float, is_small: bool) -
         arguments = {"speculation_type": "dflash"} if method == THEIRS else ours(method)
         return stopwatch.run(prompt, tokens, assistant_model=drafter, **arguments)
 
-    return measure("native", model, prompts_of(vocab_size, prompts), tokens, run, sequences)
+    return measure("native", model, prompts, tokens, run, sequences)
 
 
 def measure(
     pair: str,
     model: PreTrainedModel,
-    prompts: list[dict[str, Tensor]],
+    count: int,
     tokens: int,
     run: Any,
     sequences: dict[int, Tensor],
 ) -> list[dict[str, Any]]:
-    """Finds out what plain decoding makes of each prompt, and then runs all methods."""
+    """Finds out what plain decoding makes of each of some random prompts, and then runs all methods."""
+    prompts = random_prompts(model.config.get_text_config().vocab_size, count, PROMPT_LENGTH)
     for prompt in prompts:
         sequences[id(prompt)] = model.generate(**prompt, max_new_tokens=tokens, do_sample=False)[0]
     methods = ["plain", THEIRS, OURS, *(f"tree of {nodes}" for nodes in NODES)]

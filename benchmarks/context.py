@@ -1,15 +1,19 @@
-"""What a long context costs around the forwards, and what the cache's growth in place takes in memory.
+"""What a long context costs around the forwards, what it does to drafts, and what the cache takes in memory.
 
     python benchmarks/context.py
 
 Time: the pair that ships, float32, greedy, plain decoding and trees of 16 nodes in an order that rotates, each output
 compared with plain decoding's; for each round the seconds in the target's forward, in the drafter's, in the drafter's
-output head and scores of pairs, and outside of all. Prompts of one place in the text end alike at every length.
+output head and scores of pairs, and outside of all. Prompts of one place in the text end alike at every length. Trees
+are built twice: of what the drafter drafts, and of drafts as accurate at every length, at the drafter's cost.
+Texts: what plain decoding writes after short and after long prompts, written after both, to tell whether it is the
+context or the text that is hard to draft.
 Memory: real keys and values of 16 layers at 128k tokens, fed one round after the other, counted by storage.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,16 +25,22 @@ import typer
 from measure import RESULTS, Stopwatch, alternate, require_identical, save, summarise
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import hf_ddtree
+from hf_ddtree import DFlashTreeCandidateGenerator, DraftContext, DraftTree
 from hf_ddtree.demo import demo_prompts
+from hf_ddtree.draft_tree import build_tree
 from hf_ddtree.growth import growing
+from hf_ddtree.testing import SetAccuracyGenerator
 
 BUDGET = 16
+# About the tokens per forward of the pair.
+ACCURACY = 0.88
 # The shortest and the one whose speed is compared with it are measured on all prompts, the others on some.
 SHORT, LONG = 256, 8192
 CONTEXTS = (SHORT, 1024, 4096, LONG, 16_000)
@@ -49,27 +59,114 @@ def prompts_of(tokenizer: Any, context: int, count: int) -> list[dict[str, torch
     return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in parts]
 
 
-def measure_times(prompts: int, tokens: int, longest: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Figures by context and method, and all runs."""
-    model, drafter, tokenizer = hf_ddtree.load_demo()
-    stopwatch = Stopwatch(model, [drafter])
-    arguments: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "tree": {"assistant_model": drafter, "generation_strategy": "ddtree", "tree_budget": BUDGET},
+class SetAccuracyDrafter(DFlashTreeCandidateGenerator):
+    """Pays for what its drafter drafts, and proposes drafts of a set accuracy instead.
+
+    Args:
+        drafter, model: The pair.
+        text: Tokens that plain decoding writes after the prompt. Which of them are drafted right depends on `seed`
+            alone.
+        prompt_length: Tokens before it.
+        seed: Of the drafts.
+    """
+
+    def __init__(self, drafter: Any, model: Any, text: Tensor, prompt_length: int, seed: int) -> None:
+        super().__init__(drafter, model)
+        self._prompt_length = prompt_length
+        horizon, vocab_size = drafter.config.draft_length, model.config.vocab_size
+        self._drafts = SetAccuracyGenerator(text, vocab_size, ACCURACY, horizon=horizon, seed=seed)
+
+    def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
+        super().propose(context, budget)
+        candidates = self._drafts.candidates(context.root_positions[0] + 1 - self._prompt_length)
+        return [build_tree(*candidates, context.roots[0], budget)]
+
+
+class Dictation(LogitsProcessor):
+    """Makes the target write a given text behind its prompt."""
+
+    def __init__(self, text: Tensor, prompt_length: int) -> None:
+        self._text = text
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        token = self._text[input_ids.shape[1] - self._prompt_length]
+        return torch.full_like(scores, -torch.inf).index_fill_(1, token[None], 0.0)
+
+
+class Context:
+    """The pair, with prompts of one length and what plain decoding writes after them.
+
+    Args:
+        length: Of the prompts.
+        count: Number of prompts.
+        tokens: To generate.
+    """
+
+    def __init__(self, pair: tuple[Any, Any, Any], length: int, count: int, tokens: int) -> None:
+        self.model, self.drafter, tokenizer = pair
+        self.length, self.tokens = length, tokens
+        self.prompts = prompts_of(tokenizer, length, count)
+        self.texts = [
+            self.model.generate(**prompt, max_new_tokens=tokens, do_sample=False)[0, length:]
+            for prompt in self.prompts
+        ]
+
+    def measure(self, stopwatch: Stopwatch) -> list[dict[str, Any]]:
+        """Plain decoding and trees on all prompts."""
+
+        def run(method: str, index: int) -> tuple[dict[str, Any], list[list[int]]]:
+            arguments: dict[str, Any] = {"generation_strategy": "ddtree", "tree_budget": BUDGET}
+            if method == "plain":
+                arguments = {}
+            elif method == "tree":
+                arguments["assistant_model"] = self.drafter
+            else:
+                text = self.texts[index]
+                generator = SetAccuracyDrafter(self.drafter, self.model, text, self.length, index)
+                arguments["candidate_generator"] = generator
+            return stopwatch.run(self.prompts[index], self.tokens, **arguments)
+
+        run("tree", 0)
+        methods = "plain", "tree", "set accuracy"
+        return alternate(methods, range(len(self.prompts)), run, f"context of {self.length}")
+
+    def tokens_per_forward(self, texts: list[Tensor]) -> float:
+        """Of trees, where the target writes one of the texts after each prompt."""
+        lengths: list[int] = []
+        for prompt, text in zip(self.prompts, texts):
+            out = self.model.generate(
+                **prompt,
+                max_new_tokens=self.tokens,
+                do_sample=False,
+                return_dict_in_generate=True,
+                assistant_model=self.drafter,
+                generation_strategy="ddtree",
+                tree_budget=BUDGET,
+                logits_processor=LogitsProcessorList([Dictation(text, self.length)]),
+            )
+            lengths += out.ddtree_stats.accepted_lengths
+        return round(statistics.mean(lengths), 3)
+
+
+def measure(prompts: int, tokens: int, longest: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Figures of time by context and method, of texts by context and by the context they are from; and all runs."""
+    pair = hf_ddtree.load_demo()
+    stopwatch = Stopwatch(pair[0], [pair[1]])
+    times, contexts, runs = {}, {}, []
+    for length in (length for length in CONTEXTS if length <= longest):
+        is_compared = length in (SHORT, LONG)
+        context = Context(pair, length, prompts if is_compared else min(FEWER, prompts), tokens)
+        of_context = context.measure(stopwatch)
+        times[str(length)] = summarise(of_context)
+        runs += [{"context": length, **run} for run in of_context]
+        if is_compared:
+            contexts[str(length)] = context
+    texts = {
+        name: {origin: context.tokens_per_forward(other.texts) for origin, other in contexts.items()}
+        for name, context in contexts.items()
     }
-
-    def run(method: str, prompt: Any) -> tuple[dict[str, Any], list[list[int]]]:
-        return stopwatch.run(prompt, tokens, **arguments[method])
-
-    runs: dict[int, list[dict[str, Any]]] = {}
-    for context in (context for context in CONTEXTS if context <= longest):
-        count = prompts if context in (SHORT, LONG) else min(FEWER, prompts)
-        encoded = prompts_of(tokenizer, context, count)
-        for method in arguments:
-            stopwatch.run(encoded[0], 4, **arguments[method])
-        runs[context] = alternate(list(arguments), encoded, run, f"context of {context}")
-    summary = {str(context): summarise(of_context) for context, of_context in runs.items()}
-    return summary, [{"context": context, **run} for context, of_context in runs.items() for run in of_context]
+    return {"times": times, "texts": texts}, runs
 
 
 class StorageCounter(TorchDispatchMode):
@@ -132,24 +229,27 @@ def memory_of(how: Callable[[DynamicCache], Any], rounds: int) -> dict[str, floa
     return {"needed": needed, "steady": max(steady), "peak": counter.peak}
 
 
-def show(times: dict[str, Any], memory: dict[str, Any]) -> None:
+def show(summary: dict[str, Any]) -> None:
     parts = "target", "drafter", "head", "outside"
-    table = Table(
-        "context", "plain ms", "tree ms", *parts, "tokens/forward", "against plain", "a round in plain steps"
-    )
-    for context, methods in times.items():
-        plain, tree = methods["plain"], methods["tree"]
-        table.add_row(
-            context,
-            f"{plain['round_ms']['whole']:.2f}",
-            *(f"{tree['round_ms'][part]:.2f}" for part in ("whole", *parts)),
-            f"{tree['tokens_per_forward']:.2f}",
-            f"{tree['against_plain'][1]:.2f}",
-            f"{tree['round_ms']['whole'] / plain['round_ms']['whole']:.2f}",
-        )
+    columns = "context", "method", "ms", *parts, "tokens/forward", "against plain", "a round in plain steps"
+    table = Table(*columns)
+    for context, methods in summary["times"].items():
+        for method, figures in methods.items():
+            times = figures["round_ms"]
+            table.add_row(
+                context,
+                method,
+                *(f"{times[part]:.2f}" for part in ("whole", *parts)),
+                f"{figures['tokens_per_forward']:.2f}",
+                f"{figures['against_plain'][1]:.2f}",
+                f"{times['whole'] / methods['plain']['round_ms']['whole']:.2f}",
+            )
     console = Console(width=120)
     console.print(table)
-    for name, entry in memory.items():
+    for context, origins in summary["texts"].items():
+        for origin, tokens in origins.items():
+            console.print(f"after {context} tokens, texts written after {origin}: {tokens:.2f} tokens per forward")
+    for name, entry in summary["memory"].items():
         console.print(f"{name}: steady {entry['steady'] / 1e6:.1f} MB, peak {entry['peak'] / 1e6:.1f} MB")
 
 
@@ -164,9 +264,10 @@ def main(
     # Enough rounds for the room of a 64th to be used up.
     rounds = CACHED // 64 // 5 + 8
     memory = {"stock": memory_of(concatenating, 8), "in place": memory_of(growing, rounds)}
-    times, runs = measure_times(prompts, tokens, longest)
-    show(times, memory)
-    save(output, {"times": times, "memory": memory}, runs, tokens=tokens)
+    summary, runs = measure(prompts, tokens, longest)
+    summary["memory"] = memory
+    show(summary)
+    save(output, summary, runs, tokens=tokens, accuracy=ACCURACY)
     require_identical(runs)
 
 

@@ -40,8 +40,9 @@ def source(about: dict[str, Any]) -> Iterator[str]:
 def machine_of(about: dict[str, Any]) -> str:
     machine = about["machine"]
     threads = "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
-    versions = f"Python {machine['python']}, PyTorch {machine['torch']}, Transformers {machine['transformers']}"
-    return f"{machine['device']}, {threads}; {versions}"
+    names = {"python": "Python", "torch": "PyTorch", "transformers": "Transformers", "bitsandbytes": "bitsandbytes"}
+    versions = (f"{label} {machine[name]}" for name, label in names.items() if name in machine)
+    return f"{machine['device']}, {threads}; {', '.join(versions)}"
 
 
 def method_label(name: str) -> str:
@@ -112,42 +113,71 @@ def method_cells(entry: tuple[str, dict[str, Any]]) -> list[str]:
     times = figures["round_ms"]
     cells = [method_label(name), median(figures["tokens_per_second"], 1), spread(figures["tokens_per_second"], 1)]
     cells += [median(figures["against_plain"], unit="x"), f"{figures['tokens_per_forward']:.2f}"]
-    return [*cells, f"{figures['nodes']:.1f}", f"{times['whole']:.2f}", share(times["outside"], times["whole"])]
+    cells += [f"{figures['nodes']:.1f}", f"{times['whole']:.2f}"]
+    return [*cells, share(times["outside"], times["whole"])] if "outside" in times else cells
 
 
 def context(results: Any) -> Iterator[str]:
-    """Where a round's time goes at each length, and the memory of a cache that grows in place."""
+    """Where a round's time goes at each length."""
     yield from source(results["about"])
     times = results["summary"]["times"]
-    parts = "target", "drafter", "head", "outside"
-    columns = "context", "plain: ms a token", "tree: ms a round", "target", "drafter", "its head", "outside"
+    methods = {"tree": "the drafter's", "set accuracy": "of set accuracy"}
+    parts = "whole", "target", "drafter", "head", "outside"
+    columns = "context", "drafts", "plain: ms a token", "tree: ms a round", "target", "drafter", "its head", "outside"
     yield from rows(
         (*columns, "outside, share", "tokens per forward", "against plain", "a round in plain steps"),
         (
             (
                 length,
-                f"{methods['plain']['round_ms']['whole']:.2f}",
-                *(f"{methods['tree']['round_ms'][part]:.2f}" for part in ("whole", *parts)),
-                share(methods["tree"]["round_ms"]["outside"], methods["tree"]["round_ms"]["whole"]),
-                f"{methods['tree']['tokens_per_forward']:.2f}",
-                median(methods["tree"]["against_plain"], unit="x"),
-                f"{methods['tree']['round_ms']['whole'] / methods['plain']['round_ms']['whole']:.2f}",
+                label,
+                f"{of_length['plain']['round_ms']['whole']:.2f}",
+                *(f"{of_length[method]['round_ms'][part]:.2f}" for part in parts),
+                share(of_length[method]["round_ms"]["outside"], of_length[method]["round_ms"]["whole"]),
+                f"{of_length[method]['tokens_per_forward']:.2f}",
+                median(of_length[method]["against_plain"], unit="x"),
+                f"{of_length[method]['round_ms']['whole'] / of_length['plain']['round_ms']['whole']:.2f}",
             )
-            for length, methods in times.items()
+            for length, of_length in times.items()
+            for method, label in methods.items()
         ),
     )
     shortest, *_, longest = times
     outside = [times[length]["tree"]["round_ms"]["outside"] for length in (longest, shortest)]
     yield ""
     yield f"Outside of the forwards, {longest} tokens take {outside[0] / outside[1]:.2f} times as long as {shortest}."
-    if "8192" in times:
-        long, short = (times[length]["tree"]["against_plain"][1] for length in ("8192", shortest))
-        yield f"Against plain decoding, a tree is {long / short:.2f} times as fast at 8192 tokens as at {shortest}."
-        steps = [
-            times[length]["tree"]["round_ms"]["whole"] / times[length]["plain"]["round_ms"]["whole"]
-            for length in (shortest, "8192")
-        ]
-        yield f"With equally many tokens per forward it would be {steps[0] / steps[1]:.2f} times."
+    short, long = results["summary"]["texts"]
+    ratios = [times[long][method]["against_plain"][1] / times[short][method]["against_plain"][1] for method in methods]
+    yield f"Against plain decoding, a tree is {ratios[0]:.2f} times as fast at {long} tokens as at {short};"
+    yield f"with drafts of set accuracy {ratios[1]:.2f} times."
+
+
+def texts(results: Any) -> Iterator[str]:
+    """Tokens per forward by context and by where the text is from."""
+    by_context = results["summary"]["texts"]
+    yield from rows(
+        ("context", *(f"texts written after {origin}" for origin in by_context)),
+        ((length, *(f"{tokens:.2f}" for tokens in of.values())) for length, of in by_context.items()),
+    )
+
+
+def compiled(results: Any) -> Iterator[str]:
+    """Plain decoding and trees over dynamic, static and compiled static caches."""
+    yield from source(results["about"])
+    columns = "method", "tokens/s", "quartiles", "against plain", "tokens per forward", "ms a round"
+    yield from rows(
+        (*columns, "first call, s", "graphs in it", "later"),
+        (
+            (
+                LABELS.get(way, way) + (f", {cache}" if cache else ""),
+                *(cell for place, cell in enumerate(method_cells((name, figures))) if place in (1, 2, 3, 4, 6)),
+                f"{figures['first_call_seconds']:.1f}",
+                figures["graphs"],
+                figures["graphs_later"],
+            )
+            for name, figures in results["summary"].items()
+            for way, _, cache in [name.partition(", ")]
+        ),
+    )
 
 
 def cache(results: Any) -> Iterator[str]:
@@ -177,6 +207,27 @@ def tree_operator(results: Any) -> Iterator[str]:
                 f"{run['error']:.0e}",
             )
             for run in results["runs"]
+        ),
+    )
+
+
+def quantized(results: Any) -> Iterator[str]:
+    """How far a target in few bits, or in half precision, is from itself, and how often outputs part."""
+    about = results["about"]
+    yield from source(about | {"machine": about["machine"] | {"bitsandbytes": about["bitsandbytes"]}})
+    columns = "target", "identical", "near ties", "largest gap", "noise", "tree against plain"
+    yield from rows(
+        (*columns, "tokens per target forward"),
+        (
+            (
+                name,
+                f"{entry['identical']} of {entry['prompts']}",
+                entry["near_ties"],
+                "" if entry["largest_gap"] is None else f"{entry['largest_gap']:.2g}",
+                *(f"{entry[measure]:.2g}" for measure in ("noise", "deviation")),
+                f"{entry['tokens_per_forward']:.2f}",
+            )
+            for name, entry in results["summary"].items()
         ),
     )
 
@@ -270,6 +321,7 @@ def by_budget(figures: dict[str, float], *kinds: str) -> Iterator[str]:
 BLOCKS: dict[str, tuple[str, Block]] = {
     "overview": ("auto_budget", overview),
     "cache": ("context", cache),
+    "texts": ("context", texts),
     "tree_probabilities_9_minutes": ("tree_probabilities_9_minutes", tree_probabilities),
 } | {
     block.__name__: (block.__name__, block)

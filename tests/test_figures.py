@@ -31,6 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["benchmarks/some.py", "--output", "elsewhere", "--prompts", "1"])
         patch.setattr(script("context"), "CACHED", 256)
+        patch.setattr(script("context"), "LONG", 1024)
         patch.setattr(script("tree_operator"), "NODES", (8, 32))
         patch.setattr(script("auto_budget"), "SETTINGS", ("plain", "chain", "tree:4", "tree:16"))
         patch.setattr(script("tree_building").torch, "set_num_threads", lambda number: None)
@@ -94,6 +95,25 @@ def test_equal_drafters_are_right_equally_often(results: Path) -> None:
         tokens = {method: figures["tokens_per_forward"] for method, figures in entry["methods"].items()}
         assert tokens["chain"] == tokens["Transformers' chain"] > 1
         assert tokens["tree of 32"] > tokens["chain"]
+
+
+def test_a_set_accuracy_and_a_text_do_not_depend_on_the_context(results: Path) -> None:
+    found = load(results, "context")
+    assert list(found["summary"]["times"]) == list(found["summary"]["texts"]) == ["256", "1024"]
+    lengths = {}
+    for run in found["runs"]:
+        lengths.setdefault(run["method"], []).append(run.get("accepted_lengths"))
+    assert lengths["set accuracy"][0] == lengths["set accuracy"][1]
+    for context, of_context in found["summary"]["times"].items():
+        assert found["summary"]["texts"][context][context] == of_context["tree"]["tokens_per_forward"]
+
+
+def test_a_dictated_text_is_written() -> None:
+    context = script("context")
+    dictation = context.Dictation(context.torch.tensor([3, 1]), 2)
+    for written, token in (([5, 6], 3), ([5, 6, 3], 1)):
+        scores = dictation(context.torch.tensor([written]), context.torch.zeros(1, 7))
+        assert scores.argmax() == token and scores.isinf().sum() == 6
 
 
 def test_the_operator_keeps_less_than_the_loop(results: Path) -> None:
