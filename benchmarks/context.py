@@ -35,7 +35,7 @@ import hf_ddtree
 from hf_ddtree import DFlashTreeCandidateGenerator, DraftContext, DraftTree
 from hf_ddtree.demo import demo_prompts
 from hf_ddtree.draft_tree import build_tree
-from hf_ddtree.growth import growing
+from hf_ddtree.growth import ROOM_FRACTION, growing
 from hf_ddtree.testing import SetAccuracyGenerator
 
 BUDGET = 16
@@ -261,8 +261,8 @@ def main(
 ) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    # Enough rounds for the room of a 64th to be used up.
-    rounds = CACHED // 64 // 5 + 8
+    # Enough rounds for the room to be used up.
+    rounds = CACHED // ROOM_FRACTION // 5 + 8
     memory = {"stock": memory_of(concatenating, 8), "in place": memory_of(growing, rounds)}
     summary, runs = measure(prompts, tokens, longest)
     summary["memory"] = memory
