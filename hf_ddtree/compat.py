@@ -43,8 +43,9 @@ def is_sharded_over_processes(model: PreTrainedModel) -> bool:
 
 def is_sharded_by_wrappers(model: PreTrainedModel) -> bool:
     """Whether DeepSpeed ZeRO-3 or the first version of FSDP shards the model over several processes."""
-    wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    return (wrapped or is_deepspeed_zero3_enabled()) and _get_torch_distributed_world_size() > 1
+    if _get_torch_distributed_world_size() == 1:
+        return False
+    return is_deepspeed_zero3_enabled() or any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
 
 
 def tensor_parallel_group(model: PreTrainedModel) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -261,7 +261,8 @@ def check_target(model: PreTrainedModel) -> None:
             "2 on. Generate without `generation_strategy`."
         )
     has_state = getattr(model, "_is_stateful", False) or any(kind in STATEFUL_LAYER_TYPES for kind in kinds)
-    if not model._supports_default_dynamic_cache() or (has_state and not _has_known_state(model)):
+    modules = list(model.modules())
+    if not model._supports_default_dynamic_cache() or (has_state and not _has_known_state(config, modules)):
         raise ValueError(
             f"{name} keeps a state that tree decoding does not know how to branch and commit, in "
             f"{', '.join(_layers_with_unknown_state(model)) or 'its layers'}; it knows that of Gated DeltaNet, Kimi "
@@ -277,7 +278,7 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} takes its positions from the order of the tokens, not from `position_ids`, so the branches of a "
             "tree cannot share a forward. Generate without `generation_strategy`."
         )
-    if across := sorted({type(module).__name__ for module in model.modules() if _attends_elsewhere(module)}):
+    if across := sorted({type(module).__name__ for module in modules if _attends_elsewhere(module)}):
         raise ValueError(
             f"{name} has layers that keep keys of another sequence, such as an image, beside those of the text "
             f"({', '.join(across)}), and tree decoding does not know how to keep those. Generate without "
@@ -419,10 +420,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def _has_known_state(model: PreTrainedModel) -> bool:
+def _has_known_state(config: PretrainedConfig, modules: Sequence[nn.Module]) -> bool:
     """Whether all that the model keeps besides keys and values is the state of layers that the operators know."""
-    config = model.config.get_text_config()
-    mixers = [(type(module), functions) for module in model.modules() if (functions := _functions_of(module))]
+    mixers = [(type(module), functions) for module in modules if (functions := _functions_of(module))]
     return (
         len(mixers) == sum(kind in STATEFUL_LAYER_TYPES for kind in layer_types(config))
         and getattr(config, "number_of_conv_states", 1) == 1

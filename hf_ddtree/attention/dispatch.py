@@ -242,7 +242,8 @@ _hooked: WeakSet[nn.Module] = WeakSet()
 
 def install(model: nn.Module) -> None:
     """Wraps the functions that the model's layers call and hooks the layers; what is so already stays as it is."""
-    names = {type(module).__module__ for module in model.modules()}
+    modules = list(model.modules())
+    names = {type(module).__module__ for module in modules}
     modeling_modules = [sys.modules[name] for name in names if name in sys.modules]
     with _lock:
         for modeling_module in modeling_modules:
@@ -252,7 +253,7 @@ def install(model: nn.Module) -> None:
                     _originals[modeling_module, name] = original
                     setattr(modeling_module, name, _dispatcher(original, operator))
         attention: Any
-        for attention in model.modules():
+        for attention in modules:
             if scales_queries(attention) and not _own_hooks(attention.q_proj):
                 attention.q_proj.register_forward_hook(functools.partial(_correct_queries, attention))
                 _hooked.add(attention.q_proj)
