@@ -19,7 +19,7 @@ import typer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = "README.md", "docs/benchmarks.md", "docs/drafters.md", "docs/trees.md"
+PAGES = "README.md", "docs/benchmarks.md", "docs/compile.md", "docs/drafters.md", "docs/trees.md"
 BLOCK = re.compile(r"(?P<begin><!-- figures: (?P<name>\w+) -->\n).*?(?P<end><!-- end of figures -->)", re.DOTALL)
 LABELS = {"plain": "plain `generate()`", "chain": 'chain (`"dflash"`)', "auto": '`"auto"`, warmed'}
 LABELS |= {"auto, first use": '`"auto"`, first use'}
@@ -163,12 +163,13 @@ def texts(results: Any) -> Iterator[str]:
 def compiled(results: Any) -> Iterator[str]:
     """Plain decoding and trees over dynamic, static and compiled static caches."""
     yield from source(results["about"])
+    labels = {"plain": LABELS["plain"], "tree": f"tree of {results['about']['budget']} nodes"}
     columns = "method", "tokens/s", "quartiles", "against plain", "tokens per forward", "ms a round"
     yield from rows(
         (*columns, "first call, s", "graphs in it", "later"),
         (
             (
-                LABELS.get(way, way) + (f", {cache}" if cache else ""),
+                labels[way] + (f", {cache}" if cache else ""),
                 *(cell for place, cell in enumerate(method_cells((name, figures))) if place in (1, 2, 3, 4, 6)),
                 f"{figures['first_call_seconds']:.1f}",
                 figures["graphs"],
@@ -328,6 +329,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
     for block in (
         auto_budget,
         context,
+        compiled,
         tree_operator,
         assisted,
         tree_building,

@@ -175,6 +175,8 @@ def bench(
     except (ImportError, OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     console.print(report.table())
+    console.print()
+    console.print(report.rounds_table())
     if output is not None and find_spec("matplotlib"):
         report.plot(output / "report.png")
     differing = [entry.label for entry in report.summaries() if entry.differs]

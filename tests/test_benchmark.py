@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_pair import make_native_drafter, make_native_target
 from rich.console import Console
 from transformers import GenerationConfig
 from typer.testing import CliRunner
@@ -194,6 +195,21 @@ def test_figures_are_medians_of_pairs() -> None:
     assert fast.p_value == pytest.approx(2 * (1 + 5) / 32)
 
 
+def test_what_a_round_is_made_of(tmp_path: Path) -> None:
+    stages = {"draft": 0.02, "verify": 0.1}
+    lengths = [1] * 8 + [2] * 4 + [4] + [16, 40]
+    rounds = {"accepted_lengths": lengths, "target_forwards": 11, "stage_seconds": stages, "peak_memory": 3 * 2**20}
+    report = report_of({"plain": [1.0], "tree:8": [0.5]})
+    report.runs[1] |= rounds
+    table = report.rounds_table()
+    cells = [list(column.cells) for column in table.columns]
+    assert cells == [["tree:8"], ["2.00"], ["10.00"], ["█▄ ▁           ▂"], ["3"]]
+    report.save(tmp_path / "report.json")
+    plain, tree = json.loads((tmp_path / "report.json").read_text())["summary"]
+    assert plain["tokens_per_second"] == [100.0] * 3 and tree["round_ms"] == {"draft": 2.0, "verify": 10.0}
+    assert tree["accepted_lengths"] == {"1": 8, "2": 4, "4": 1, "16": 1, "40": 1}
+
+
 def test_sign_test() -> None:
     assert sign_test(0, 0) == 1.0 and sign_test(5, 5) == 1.0
     assert sign_test(10, 0) == sign_test(0, 10) == 2 / 2**10
@@ -260,6 +276,17 @@ def test_unknown_methods_are_refused(name: str) -> None:
 def test_methods_whose_draws_are_those_of_plain_decoding(demo: tuple[Any, Any, Any]) -> None:
     methods = [*methods_of(demo, "chain", "auto", "lookup"), Method("assisted", {"assistant_model": demo[0]})]
     assert [method.keeps_draws for method in methods] == [True, True, True, True, False]
+
+
+def test_assisted_decoding_with_a_drafter_of_transformers_own_class() -> None:
+    target, drafter = make_native_target(), make_native_drafter()
+    method = make_methods(["assisted"], {"native": drafter})[1]
+    ids = torch.arange(2, 12)[None]
+    plain, assisted = (
+        target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, **arguments)
+        for arguments in ({}, method.arguments)
+    )
+    assert torch.equal(plain, assisted)
 
 
 def test_methods_that_draft_need_a_drafter(demo: tuple[Any, Any, Any]) -> None:

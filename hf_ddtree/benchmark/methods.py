@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..drafters import is_native
+
 NAMES = "plain, assisted, chain, auto, tree:NODES, spine:NODES, lookup, lookup+auto, lookup+tree:NODES"
 
 
@@ -58,14 +60,22 @@ def make_methods(names: Sequence[str], drafters: Mapping[str, PreTrainedModel]) 
         if not drafters:
             raise ValueError(f"The method {name!r} needs a drafter, but none is given.")
         for label, drafter in drafters.items():
-            if name == "assisted" and not drafter.can_generate():
-                raise ValueError(
-                    "The method 'assisted' is Transformers' own, which cannot draft with a "
-                    f"`{type(drafter).__name__}`. Leave it out."
-                )
             full_name = name if len(drafters) == 1 else f"{name} {label}"
-            methods.append(Method(full_name, {**arguments, "assistant_model": drafter}))
+            of_drafter = _assisted(drafter) if name == "assisted" else arguments
+            methods.append(Method(full_name, {**of_drafter, "assistant_model": drafter}))
     return methods
+
+
+def _assisted(drafter: PreTrainedModel) -> dict[str, Any]:
+    """What makes Transformers draft with a drafter."""
+    if is_native(drafter):
+        return {"speculation_type": "dflash"}
+    if not drafter.can_generate():
+        raise ValueError(
+            "The method 'assisted' is Transformers' own, which cannot draft with a "
+            f"`{type(drafter).__name__}`. Leave it out."
+        )
+    return {}
 
 
 def _arguments(name: str) -> dict[str, Any]:

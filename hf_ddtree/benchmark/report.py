@@ -8,7 +8,7 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+BARS = "▁▂▃▄▅▆▇█"
+# Rounds that emit more tokens are drawn with those that emit as many as this.
+MOST_BARS = 16
 # Settings without which speeds cannot be compared.
 SETTINGS_OF_WORK = ("batch_size", "max_new_tokens", "prompts", "prompts_digest")
 # Settings across which speeds may be compared, if it is said.
@@ -38,7 +41,7 @@ class Summary:
         p_value: How likely as uneven a count would be if both were as fast (two-sided sign test); None for plain.
         tokens_per_forward: Tokens that a forward of the target emits a row, on average; None where it is not known.
         accepted_lengths: How often a round emitted how many tokens.
-        round_ms: Milliseconds of a round's stages.
+        round_ms: Milliseconds of a round's stages, on average.
         peak_memory: Most bytes on the GPU.
     """
 
@@ -153,10 +156,29 @@ class Report:
             )
         return _noted(table, notes)
 
+    def rounds_table(self) -> Table:
+        """A table of what a round is made of: milliseconds of its stages, how many tokens rounds emit, and memory."""
+        entries = [entry for entry in self.summaries() if entry.round_ms is not None or entry.peak_memory is not None]
+        stages = next((list(entry.round_ms) for entry in entries if entry.round_ms is not None), [])
+        table = _table("method", *(f"{stage}\nms" for stage in stages), "rounds that emit\n1, 2, 3... tokens")
+        has_memory = any(entry.peak_memory is not None for entry in entries)
+        if has_memory:
+            table.add_column("peak\nMiB", justify="right")
+        for entry in entries:
+            cells = [entry.label]
+            cells += [f"{entry.round_ms[stage]:.2f}" if entry.round_ms is not None else "" for stage in stages]
+            cells += [_bars(entry.accepted_lengths or {})]
+            if has_memory:
+                cells += ["" if entry.peak_memory is None else f"{entry.peak_memory / 2**20:.0f}"]
+            table.add_row(*cells)
+        return table
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes settings, machine, versions and all runs as JSON."""
+        """Writes settings, machine and versions, what `summaries` says, and all runs as JSON."""
+        summaries = json.dumps([asdict(entry) for entry in self.summaries()], indent=1)
         text = ",\n".join(json.dumps(run) for run in self.runs)
-        Path(path).write_text(f'{{"about": {json.dumps(self.about)},\n"runs": [\n{text}\n]}}\n')
+        about = json.dumps(self.about)
+        Path(path).write_text(f'{{"about": {about},\n"summary": {summaries},\n"runs": [\n{text}\n]}}\n')
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -269,6 +291,16 @@ def _with_quartiles(quartiles: tuple[float, float, float], style: Callable[[floa
     low, median, high = quartiles
     text = Text(style(median))
     return text if low == high else text.append(f"\n{style(low)}-{style(high)}", style="dim")
+
+
+def _bars(counts: dict[int, int]) -> str:
+    """A histogram in a line, from 1 on."""
+    drawn = Counter[int]()
+    for length, count in counts.items():
+        drawn[min(length, MOST_BARS)] += count
+    highest = max(drawn.values(), default=0)
+    heights = (drawn[length] / highest for length in range(1, max(drawn, default=0) + 1))
+    return "".join(BARS[math.ceil(height * len(BARS)) - 1] if height else " " for height in heights)
 
 
 def _speed(value: float) -> str:
