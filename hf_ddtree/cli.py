@@ -114,7 +114,10 @@ def check(
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
-        Console(highlight=False).print(_report_table(report))
+        console = Console(highlight=False)
+        console.print(_report_table(report))
+        if report.call is not None:
+            console.print(Text(f"\n{report.call}"), soft_wrap=True)
     if not report.supported or report.drafter_fits is False:
         raise typer.Exit(code=1)
 
@@ -221,8 +224,6 @@ def _report_table(report: hf_ddtree.CheckReport) -> Table:
         table.add_row("drafter", Text(f"{report.drafter} {fit}{reason}"))
     for note in report.notes:
         table.add_row("note", Text(note))
-    if report.call is not None:
-        table.add_row("call", Text(report.call))
     return table
 
 

@@ -291,6 +291,8 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         for text in ("supported", "9 linear_attention (Qwen3_5GatedDeltaNet)", "65 nodes", "fits", "load_drafter"):
             assert text in result.output
+        # To be pasted.
+        assert hf_ddtree.check(PAIR / "target", PAIR / "drafter", tree_budget=64).call in result.output
 
     def test_json(self):
         result = self.run(PAIR / "target", "--json", "--tree-budget", "64")

@@ -160,7 +160,8 @@ class Report:
         """A table of what a round is made of: milliseconds of its stages, how many tokens rounds emit, and memory."""
         entries = [entry for entry in self.summaries() if entry.round_ms is not None or entry.peak_memory is not None]
         stages = next((list(entry.round_ms) for entry in entries if entry.round_ms is not None), [])
-        table = _table("method", *(f"{stage}\nms" for stage in stages), "rounds that emit\n1, 2, 3... tokens")
+        table = _table("method", *(f"{stage}\nms" for stage in stages))
+        table.add_column("rounds that emit\n1, 2, 3... tokens")
         has_memory = any(entry.peak_memory is not None for entry in entries)
         if has_memory:
             table.add_column("peak\nMiB", justify="right")
