@@ -35,13 +35,15 @@ from transformers import PreTrainedModel
 from hf_ddtree.testing import SetAccuracyGenerator
 
 LENGTH = 15
-NODES = 16, 32
+# With the root as many rows as the chain has, and twice as many.
+NODES = 15, 31
 PROMPT_LENGTH = 64
 OURS, THEIRS = "chain", "Transformers' chain"
 
 
 class AssistedGenerator(SetAccuracyGenerator):
-    """Drafts for Transformers' loop, and nothing before the first forward."""
+    """Drafts for Transformers' loop, as its own generators do: no more than may be emitted, and nothing before the
+    first forward."""
 
     def __init__(self, prompt_length: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +52,8 @@ class AssistedGenerator(SetAccuracyGenerator):
     def get_candidates(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if input_ids.shape[1] == self._prompt_length:
             return input_ids, None
-        return super().get_candidates(input_ids, *args, **kwargs)
+        candidates, _ = super().get_candidates(input_ids, *args, **kwargs)
+        return candidates[:, : len(self._sequence) - 1], None
 
 
 @contextmanager
