@@ -47,14 +47,24 @@ class Choices:
     Attributes:
         tokens: The chosen token of each row.
         nodes: The node of each row.
-        logits: `(rows, vocab)`, what the target said.
-        scores: `(rows, vocab)` float32 after all processors, None if no processor had to run.
+        all_logits: `(rows, n, vocab)`, what the target said after all nodes.
+        all_scores: The same in float32 after all processors, None if no processor had to run.
     """
 
     tokens: list[int]
     nodes: list[int]
-    logits: Tensor
-    scores: Tensor | None
+    all_logits: Tensor
+    all_scores: Tensor | None
+
+    @property
+    def logits(self) -> Tensor:
+        """`(rows, vocab)`, what the target said."""
+        return rows_at(self.all_logits, self.nodes)
+
+    @property
+    def scores(self) -> Tensor | None:
+        """`(rows, vocab)` float32 after all processors, None if no processor had to run."""
+        return None if self.all_scores is None else rows_at(self.all_scores, self.nodes)
 
 
 class Chooser:
@@ -107,23 +117,23 @@ class Chooser:
             nodes: The node of each row.
             emitted: `(rows, length)`, the tokens emitted so far, the nodes' last; None if the chooser looks ahead.
         """
-        logits = rows_at(self._logits, nodes)
-        if self._scores is not None:
-            scores = rows_at(self._scores, nodes)
-        elif self.looks_ahead:
-            scores = None
-        else:
-            assert emitted is not None
-            logits = logits.to(copy=True, dtype=torch.float32, device=emitted.device)
-            scores = self._processors(emitted, logits)
         if self._greedy is not None:
             tokens = [row[node] for row, node in zip(self._greedy, nodes)]
-        elif self.do_sample:
-            probabilities = (logits.float() if scores is None else scores).softmax(dim=-1)
-            tokens = self.agree(torch.multinomial(probabilities, num_samples=1).squeeze(1)).tolist()
+            return Choices(tokens, nodes, self._logits, self._scores)
+        choices = Choices([], nodes, self._logits, self._scores)
+        if not self.looks_ahead:
+            assert emitted is not None
+            logits = choices.logits.to(copy=True, dtype=torch.float32, device=emitted.device)
+            scores = self._processors(emitted, logits)
+            choices = Choices([], [0] * len(nodes), logits[:, None], scores[:, None])
+        values = choices.logits if choices.all_scores is None else choices.scores
+        assert values is not None
+        if self.do_sample:
+            chosen = torch.multinomial(values.float().softmax(dim=-1), num_samples=1).squeeze(1)
         else:
-            tokens = self.agree((logits if scores is None else scores).argmax(dim=-1)).tolist()
-        return Choices(tokens, nodes, logits, scores)
+            chosen = values.argmax(dim=-1)
+        choices.tokens = self.agree(chosen).tolist()
+        return choices
 
 
 class ChoosesAtNodes(Protocol):

@@ -249,10 +249,8 @@ def best_tokens(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         ValueError: If `top_k` is no integer of at least 1.
     """
     require_positive_int("top_k", top_k)
-    logits = logits.detach().float()
-    top, token_ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    log_probs = top - logits.logsumexp(dim=-1, keepdim=True)
-    return _or_impossible(log_probs.clamp(max=0.0)), token_ids
+    log_probs, token_ids = logits.detach().float().log_softmax(dim=-1).topk(min(top_k, logits.shape[-1]), dim=-1)
+    return _or_impossible(log_probs), token_ids
 
 
 def top_candidates(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -278,9 +276,9 @@ def conditional_candidates(log_probs: Tensor, token_ids: Tensor, pair_scores: Te
         token among its depth's candidates.
     """
     scores = log_probs[..., None, :] + pair_scores
-    outside = (1.0 - log_probs.logsumexp(dim=-1).exp()).clamp(min=0.0).log()
-    total = torch.logaddexp(scores.logsumexp(dim=-1), outside[..., None])
-    scores = _or_impossible((scores - total[..., None]).clamp(max=0.0))
+    outside = (1.0 - log_probs.exp().sum(dim=-1)).clamp(min=0.0).log()[..., None, None]
+    scores = torch.cat((scores, outside.expand_as(scores[..., :1])), dim=-1).log_softmax(dim=-1)[..., :-1]
+    scores = _or_impossible(scores)
     order = _descending_order(scores)
     return scores.gather(-1, order), token_ids[..., None, :].expand_as(order).gather(-1, order), order
 

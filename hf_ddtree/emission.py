@@ -101,9 +101,8 @@ class EmittedSequences:
             The emitted tokens: those of `choices`, and padding for rows that have finished.
         """
         if self.scores is not None:
-            self.scores.append(
-                (choices.logits if choices.scores is None else choices.scores).to(torch.float32, copy=True)
-            )
+            scores = choices.scores
+            self.scores.append((choices.logits if scores is None else scores).to(torch.float32, copy=True))
         if self.logits is not None:
             self.logits.append(choices.logits.to(torch.float32, copy=True))
         tokens = [self._pad_token if pads else token for token, pads in zip(choices.tokens, self.padding)]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .acceptance import Choices, Chooser, rows_at
+from .acceptance import Choices, Chooser
 from .attention.tree_batch import TreeBatch
 
 
@@ -123,8 +123,7 @@ class _ChoicesAhead:
     def choose(self, nodes: list[int], emitted: Tensor | None) -> Choices:
         """The target's choices after one node a row."""
         tokens = [path.chosen[node] for path, node in zip(self._paths, nodes)]
-        scores = None if self._scores is None else rows_at(self._scores, nodes)
-        return Choices(tokens, nodes, rows_at(self._logits, nodes), scores)
+        return Choices(tokens, nodes, self._logits, self._scores)
 
 
 def _accepted(chosen: Tensor, trees: TreeBatch) -> Tensor:
