@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -175,7 +176,7 @@ def commit(
     tree_pass = verification.tree_pass
     if tree_pass is None:
         return
-    before = torch.tensor(rows.lengths, device="cpu")
+    before = rows.lengths
     rows.advance(list(map(len, paths)))
     committed = _CommittedPaths(paths, tree_pass.trees.num_nodes, before, rows.num_cached)
     stateful = _stateful_layers(cache)
@@ -247,16 +248,16 @@ class _CommittedPaths:
     Args:
         paths: One path a row.
         num_nodes: Number of entries that the verification appended.
-        before: `(batch,)` int64, committed entries of each row before the round.
+        before: Committed entries of each row before the round.
         num_cached: Entries of the longest row after it.
     """
 
-    def __init__(self, paths: Sequence[Sequence[int]], num_nodes: int, before: Tensor, num_cached: int) -> None:
+    def __init__(self, paths: Sequence[Sequence[int]], num_nodes: int, before: Sequence[int], num_cached: int) -> None:
         longest = max(1, *map(len, paths))
         # A path that is shorter than the longest repeats its last node; an empty one stands for the root.
         padded = [[*path, *[path[-1] if path else 0] * (longest - len(path))] for path in paths]
-        self._path = torch.tensor(padded, device="cpu")
-        self._lengths = torch.tensor(list(map(len, paths)), device="cpu")
+        self._path = np.array(padded, dtype=np.int64)
+        self._lengths = np.array(list(map(len, paths)), dtype=np.int64)
         self._num_nodes = num_nodes
         self._before = before
         self._num_cached = num_cached
@@ -264,14 +265,15 @@ class _CommittedPaths:
         self.is_empty = not any(paths)
         # Then what is kept is in its place already: behind each row's entries, if all rows have as many. An empty
         # path moves nothing at all: where a drafted token gave NaN, its root may hold NaN too, which no mask hides.
-        is_level = bool((before == before[0]).all())
+        is_level = min(before) == max(before)
         is_prefix = all(path == list(range(len(path))) for path in paths)
         self._is_prefix = self.is_empty or (is_level and is_prefix)
         self._is_even = min(map(len, paths)) == longest
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The padded paths `(batch, longest)`, and their lengths `(batch,)` unless all are equally long."""
-        return on_device(self._path, device), None if self._is_even else on_device(self._lengths, device)
+        path, lengths = torch.from_numpy(self._path), torch.from_numpy(self._lengths)
+        return on_device(path, device), None if self._is_even else on_device(lengths, device)
 
     def last_entries(self, entries: Tensor, count: int, dim: int) -> Tensor:
         """The last `count` entries of each row, aligned at the end, along `dim` of `(batch, ...)`."""
@@ -280,11 +282,12 @@ class _CommittedPaths:
         if self._is_prefix and self._is_even and start >= 0:
             return entries.narrow(dim, start, count)
 
-        def index() -> Tensor:
-            from_end = torch.arange(count, 0, -1, device="cpu")
-            in_path = self._lengths[:, None] - from_end
-            node = first + self._path.gather(1, in_path.clamp(min=0, max=self._path.shape[1] - 1))
-            return torch.where(in_path >= 0, node, (first + in_path).clamp(min=0))
+        def index() -> np.ndarray:
+            rows = []
+            for path, length in zip(self._path, self._lengths):
+                before = np.arange(first + length - count, first).clip(0)
+                rows.append(np.concatenate((before, first + path[:length]))[-count:])
+            return np.stack(rows)
 
         return _gather(entries, self._cached_index(("last", first, count, entries.device), index), dim)
 
@@ -292,28 +295,26 @@ class _CommittedPaths:
         """Moves the paths' entries of `(batch, ..., n, dim)` behind each row's committed ones; cuts off the rest."""
         if self._is_prefix:
             return entries[..., : self._num_cached, :]
-        first = int(self._before.max())
+        first = max(self._before)
 
-        def source() -> Tensor:
+        def source() -> np.ndarray:
             return first + self._path
 
-        def target() -> Tensor:
-            step = torch.arange(self._path.shape[1], device="cpu")
-            step = torch.minimum(step, (self._lengths - 1).clamp(min=0)[:, None])
-            return self._before[:, None] + step
+        def target() -> np.ndarray:
+            step = np.minimum(np.arange(self._path.shape[1]), (self._lengths - 1).clip(0)[:, None])
+            return np.array(self._before)[:, None] + step
 
-        moved = _gather(entries, self._cached_index(("source", first, entries.device), source), dim=-2)
-        where = self._cached_index(("target", first, entries.device), target)
-        if len(where) == 1:
-            start = int(self._before[0])
-            entries[..., start : start + where.shape[1], :] = moved
+        moved = _gather(entries, self._cached_index(("source", entries.device), source), dim=-2)
+        if len(self._path) == 1:
+            entries[..., first : first + self._path.shape[1], :] = moved
         else:
+            where = self._cached_index(("target", entries.device), target)
             entries.scatter_(-2, where[:, None, :, None].expand_as(moved), moved)
         return entries[..., : self._num_cached, :]
 
-    def _cached_index(self, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+    def _cached_index(self, key: tuple[Any, ...], make: Callable[[], np.ndarray]) -> Tensor:
         if key not in self._indices:
-            self._indices[key] = on_device(make(), key[-1])
+            self._indices[key] = on_device(torch.from_numpy(make()), key[-1])
         return self._indices[key]
 
 
