@@ -1,6 +1,6 @@
 """The pair that ships, quantized by bitsandbytes and in half precision, against plain decoding of the same target.
 
-    python benchmarks/quantized.py --output benchmarks/results/quantized.json
+    python benchmarks/quantized.py
 
 Greedy. For every way to run the target: on how many prompts its output by tree is its plain output, tokens per target
 forward, and, where an output differs, whether plain decoding's two candidates there are a near tie. Needs bitsandbytes
@@ -9,7 +9,6 @@ and accelerate.
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 from importlib.metadata import version
@@ -21,13 +20,13 @@ import torch
 import transformers
 import typer
 from bitsandbytes.functional import has_avx512bf16
+from measure import RESULTS, save
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import hf_ddtree
-from hf_ddtree.benchmark.run import describe_machine
 from hf_ddtree.demo import demo_prompts
 from hf_ddtree.testing import compare
 
@@ -47,30 +46,22 @@ def in_4_bit(quant_type: str, compute_dtype: torch.dtype = torch.float32, **opti
     )
 
 
+INT8 = BitsAndBytesConfig(load_in_8bit=True)
+INT8_ALONE = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 # The target's dtype and quantization, and the drafter's dtype and quantization.
 METHODS: dict[str, tuple[torch.dtype, Any, torch.dtype, Any]] = {
     "float32": (torch.float32, None, torch.float32, None),
+    "bfloat16": (torch.bfloat16, None, torch.bfloat16, None),
+    "float16": (torch.float16, None, torch.float16, None),
     "nf4": (torch.float32, in_4_bit("nf4"), torch.float32, None),
     "nf4, double": (torch.float32, in_4_bit("nf4", bnb_4bit_use_double_quant=True), torch.float32, None),
     "fp4": (torch.float32, in_4_bit("fp4"), torch.float32, None),
-    "int8": (torch.float32, BitsAndBytesConfig(load_in_8bit=True), torch.float32, None),
-    "int8, threshold 0": (
-        torch.float32,
-        BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
-        torch.float32,
-        None,
-    ),
-    "bfloat16": (torch.bfloat16, None, torch.bfloat16, None),
-    "float16": (torch.float16, None, torch.float16, None),
+    "int8": (torch.float32, INT8, torch.float32, None),
+    "int8, threshold 0": (torch.float32, INT8_ALONE, torch.float32, None),
     "nf4, bfloat16 drafter": (torch.float32, in_4_bit("nf4"), torch.bfloat16, None),
-    "int8, bfloat16 drafter": (torch.float32, BitsAndBytesConfig(load_in_8bit=True), torch.bfloat16, None),
+    "int8, bfloat16 drafter": (torch.float32, INT8, torch.bfloat16, None),
     "nf4, nf4 drafter": (torch.float32, in_4_bit("nf4"), torch.float32, in_4_bit("nf4")),
-    "int8, int8 drafter": (
-        torch.float32,
-        BitsAndBytesConfig(load_in_8bit=True),
-        torch.float32,
-        BitsAndBytesConfig(load_in_8bit=True),
-    ),
+    "int8, int8 drafter": (torch.float32, INT8, torch.float32, INT8),
 }
 
 
@@ -89,43 +80,38 @@ def load_pair(
 
 def main(
     prompts: Annotated[int, typer.Option(help="Number of held-out prompts.")] = 20,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 96,
     budget: Annotated[int, typer.Option(help="Tree budget.")] = 16,
     methods: Annotated[list[str] | None, typer.Option(help=f"Of: {'; '.join(METHODS)}.")] = None,
     dequantize: Annotated[
         bool,
         typer.Option(help="Multiply 4-bit weights in float32, not in the kernel for CPUs with AVX512-BF16."),
     ] = False,
-    output: Annotated[Path | None, typer.Option(help="Where to write the raw figures as JSON.")] = None,
+    output: Annotated[Path, typer.Option(help="Where to write the figures as JSON.")] = RESULTS / "quantized.json",
 ) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    pair, _, tokenizer = hf_ddtree.load_demo()
+    _, _, tokenizer = hf_ddtree.load_demo()
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}
     options |= {"return_dict_in_generate": True, "output_logits": True}
-    machine = describe_machine(pair.device) | {
-        "avx512_bf16": bool(has_avx512bf16()),
-        "bitsandbytes": version("bitsandbytes"),
-    }
-    setting = {"prompts": prompts, "max_new_tokens": max_new_tokens, "budget": budget, "dequantize": dequantize}
-    summary, rows = {}, {}
+    about = {"bitsandbytes": version("bitsandbytes"), "avx512_bf16": bool(has_avx512bf16()), "dequantize": dequantize}
+    about |= {"prompts": prompts, "tokens": max_new_tokens, "budget": budget}
+    summary, runs = {}, []
     for name in methods or METHODS:
         model, drafter = load_pair(*METHODS[name], dequantize)
-        rows[name] = []
-        for entry in track(demo_prompts()[:prompts], name, console=Console(stderr=True)):
+        of_method = []
+        for index, entry in enumerate(track(demo_prompts()[:prompts], name, console=Console(stderr=True))):
             inputs = tokenizer(entry["prompt"], return_tensors="pt")
             plain = model.generate(**inputs, **options)
             tree = model.generate(
                 **inputs, **options, assistant_model=drafter, generation_strategy="ddtree", tree_budget=budget
             )
-            lengths = tree.ddtree_stats.accepted_lengths
-            rows[name].append(vars(compare(model, plain, tree)) | {"accepted_lengths": lengths})
-        summary[name] = summarise(rows[name])
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            report = {"machine": machine, **setting, "summary": summary, "rows": rows}
-            output.write_text(json.dumps(report, indent=1) + "\n")
+            found = vars(compare(model, plain, tree)) | {"accepted_lengths": tree.ddtree_stats.accepted_lengths}
+            of_method.append({"prompt": index, "method": name, **found})
+        summary[name] = summarise(of_method)
+        runs += of_method
+    save(output, summary, runs, **about)
     show(summary)
 
 

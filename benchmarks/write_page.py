@@ -19,7 +19,7 @@ import typer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = "README.md", "docs/benchmarks.md", "docs/compile.md", "docs/drafters.md", "docs/trees.md"
+PAGES = "README.md", "docs/benchmarks.md", "docs/compile.md", "docs/drafters.md", "docs/targets.md", "docs/trees.md"
 BLOCK = re.compile(r"(?P<begin><!-- figures: (?P<name>\w+) -->\n).*?(?P<end><!-- end of figures -->)", re.DOTALL)
 LABELS = {"plain": "plain `generate()`", "chain": 'chain (`"dflash"`)', "auto": '`"auto"`, warmed'}
 LABELS |= {"auto, first use": '`"auto"`, first use'}
@@ -215,7 +215,14 @@ def tree_operator(results: Any) -> Iterator[str]:
 def quantized(results: Any) -> Iterator[str]:
     """How far a target in few bits, or in half precision, is from itself, and how often outputs part."""
     about = results["about"]
-    yield from source(about | {"machine": about["machine"] | {"bitsandbytes": about["bitsandbytes"]}})
+    *lines, _ = source(about | {"machine": about["machine"] | {"bitsandbytes": about["bitsandbytes"]}})
+    is_in_bfloat16 = about["avx512_bf16"] and not about["dequantize"]
+    dtype = "bfloat16, by AVX512-BF16" if is_in_bfloat16 else "float32"
+    yield from (
+        *lines,
+        f"{about['prompts']} prompts, {about['tokens']} tokens each; 4-bit weights multiplied in {dtype}.",
+        "",
+    )
     columns = "target", "identical", "near ties", "largest gap", "noise", "tree against plain"
     yield from rows(
         (*columns, "tokens per target forward"),
@@ -331,6 +338,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         context,
         compiled,
         tree_operator,
+        quantized,
         assisted,
         tree_building,
         drafters,
