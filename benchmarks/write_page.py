@@ -307,7 +307,8 @@ def tree_probabilities(results: Any) -> Iterator[str]:
 
 def demo_replay(results: Any) -> Iterator[str]:
     """The same without the target, and calibrated trees."""
-    yield from by_budget(results, "marginal", "calibrated", "conditional")
+    kinds = "marginal", "calibrated", "conditional", "marginal_spine", "conditional_spine"
+    yield from by_budget(results, *kinds)
 
 
 def by_budget(figures: dict[str, float], *kinds: str) -> Iterator[str]:
@@ -321,7 +322,11 @@ def by_budget(figures: dict[str, float], *kinds: str) -> Iterator[str]:
         for kind in kinds:
             of_kind = [figures[f"{kind}_{budget}"] for budget in budgets]
             gains = ["" if kind == kinds[0] else f" ({of / base - 1:+.0%})" for of, base in zip(of_kind, first)]
-            yield [f"{kind} tree", *(f"{value:.2f}{gain}" for value, gain in zip(of_kind, gains))]
+            label, _, shape = kind.partition("_")
+            yield [
+                f"{label} tree{', spine first' if shape else ''}",
+                *(f"{value:.2f}{gain}" for value, gain in zip(of_kind, gains)),
+            ]
 
     yield from rows(["nodes", *budgets], cells())
 

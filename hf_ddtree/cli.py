@@ -177,10 +177,12 @@ def bench(
             )
     except (ImportError, OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    console.print(report.table())
-    console.print()
-    console.print(report.rounds_table())
-    if output is not None and find_spec("matplotlib"):
+    # Of several processes the last one to end reports on all.
+    if output is None or (output / "report.json").exists():
+        console.print(report.table())
+        console.print()
+        console.print(report.rounds_table())
+    if output is not None and (output / "report.json").exists() and find_spec("matplotlib"):
         report.plot(output / "report.png")
     differing = [entry.label for entry in report.summaries() if entry.differs]
     if differing and target.dtype == torch.float32:

@@ -169,7 +169,9 @@ def test_processes_share_the_batches(tmp_path: Path) -> None:
     ]
     for rank in range(2):
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run([*command, "--method", "tree:2", "--output", str(tmp_path)], env=environment, check=True)
+        arguments = ["--method", "tree:2", "--output", str(tmp_path)]
+        run = subprocess.run([*command, *arguments], env=environment, check=True, capture_output=True, text=True)
+        assert ("tree:2" in run.stdout) == (rank == 1)
     by_rank = [
         {json.loads(line)["batch"] for line in (tmp_path / f"runs-{rank}.jsonl").read_text().split("\n")[1:]}
         for rank in range(2)
