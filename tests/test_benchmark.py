@@ -151,6 +151,11 @@ def test_it_goes_on_where_it_was_stopped(demo: tuple[Any, Any, Any], tmp_path: P
     assert Report.load(tmp_path / "report.json").runs == report.runs
     with pytest.raises(ValueError, match="other settings \\(max_new_tokens\\)"):
         measure(demo, methods, output_dir=tmp_path, max_new_tokens=NEW_TOKENS + 1)
+    drafter = copy.copy(demo[1])
+    drafter.config = copy.copy(drafter.config)
+    drafter.config.name_or_path = "another"
+    with pytest.raises(ValueError, match="other settings \\(drafters\\)"):
+        measure(demo, make_methods(["tree:4"], {"shipped": drafter}), output_dir=tmp_path)
     with pytest.raises(ValueError, match="other settings \\(prompts_digest\\)"):
         benchmark(demo[0], demo[2], ["a", "b", "c"], methods, max_new_tokens=NEW_TOKENS, output_dir=tmp_path)
 

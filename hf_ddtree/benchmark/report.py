@@ -22,7 +22,7 @@ MOST_BARS = 16
 # Settings without which speeds cannot be compared.
 SETTINGS_OF_WORK = ("batch_size", "max_new_tokens", "prompts", "prompts_digest")
 # Settings across which speeds may be compared, if it is said.
-SETTINGS_TO_TELL = ("model", "dtype", "seed")
+SETTINGS_TO_TELL = ("model", "drafters", "dtype", "seed")
 
 
 @dataclass

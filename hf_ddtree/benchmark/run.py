@@ -68,8 +68,10 @@ def benchmark(
     if min(temperatures, default=-1.0) < 0:
         raise ValueError(f"`temperatures` must hold numbers of at least 0, but is {list(temperatures)}.")
     batches = [_encode(tokenizer, prompts[at : at + batch_size]) for at in range(0, len(prompts), batch_size)]
+    drafters = [method.arguments["assistant_model"] for method in methods if "assistant_model" in method.arguments]
     settings = {
-        "model": model.config.name_or_path or type(model).__name__,
+        "model": _name(model),
+        "drafters": sorted(set(map(_name, drafters))),
         "dtype": str(model.dtype),
         "methods": [method.name for method in methods],
         "prompts": len(prompts),
@@ -118,6 +120,10 @@ def benchmark(
     if output_dir is not None and len(report.runs) == len(batches) * len(temperatures) * len(methods):
         report.save(Path(output_dir) / "report.json")
     return report
+
+
+def _name(model: PreTrainedModel) -> str:
+    return model.config.name_or_path or type(model).__name__
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Any:
