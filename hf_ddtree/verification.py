@@ -285,9 +285,9 @@ class _CommittedPaths:
         def index() -> np.ndarray:
             rows = []
             for path, length in zip(self._path, self._lengths):
-                before = np.arange(first + length - count, first).clip(0)
+                before = np.maximum(np.arange(first + length - count, first), 0)
                 rows.append(np.concatenate((before, first + path[:length]))[-count:])
-            return np.stack(rows)
+            return np.array(rows)
 
         return _gather(entries, self._cached_index(("last", first, count, entries.device), index), dim)
 
