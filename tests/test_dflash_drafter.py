@@ -107,6 +107,41 @@ def test_sliding_layers_forget_and_say_so() -> None:
         cache.crop(3)
 
 
+@pytest.mark.parametrize("from_root", [True, False])
+@pytest.mark.parametrize("is_causal", [None, False])
+@torch.no_grad()
+def test_context_beyond_all_windows_costs_nothing(is_causal: bool | None, from_root: bool) -> None:
+    settings = {"layer_types": ["sliding_attention"] * 2, "is_causal": is_causal, "window_from_root": from_root}
+    drafter = make_drafter(**settings)
+    lengths: list[int] = []
+    drafter.fc.register_forward_hook(lambda module, args, output: lengths.append(args[0].shape[1]))
+    features, cache, seen = torch.randn(1, 40, 2 * HIDDEN), DFlashContextCache(), 0
+    for count in (3, 20, 2, 15):
+        block = torch.randn(1, BLOCK, HIDDEN)
+        positions = torch.arange(seen, seen + count + BLOCK)[None]
+        hidden = drafter(block, features[:, seen : seen + count], positions, cache)
+        seen += count
+        assert cache.get_seq_length() == seen and lengths[-1] <= WINDOW
+        # A given mask makes the drafter look at everything.
+        mask = _block_mask(BLOCK, seen, WINDOW, from_root, is_causal is None, None, torch.device("cpu"))
+        expected = drafter(block, features[:, :seen], attention_mask=mask)
+        torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_rows_that_are_padded_behind_a_long_context() -> None:
+    drafter = make_drafter(layer_types=["sliding_attention"] * 2)
+    features, cache, counts = torch.randn(2, 23, 2 * HIDDEN), DFlashContextCache(), (22, 23)
+    drafter(torch.randn(2, BLOCK, HIDDEN), features[:, :20], cache=cache)
+    seen = torch.arange(23) < torch.tensor(counts)[:, None]
+    positions = torch.stack([torch.arange(count - 3, count + BLOCK) for count in counts])
+    positions[0, :3] += 1
+    block = torch.randn(2, BLOCK, HIDDEN)
+    hidden = drafter(block, features[:, 20:], positions, cache, context_mask=seen)
+    alone = [drafter(block[row, None], features[row, None, :count]) for row, count in enumerate(counts)]
+    torch.testing.assert_close(hidden, torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("length", [-1, 5])
 @torch.no_grad()
 def test_crop_rejects_what_is_not_there(length: int) -> None:

@@ -8,6 +8,7 @@ Weights are named as in the checkpoints that z-lab publishes and that the specul
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -208,6 +209,10 @@ class DFlashContextCache:
             layer.select(order)
         self._length = length
         return context_mask.gather(1, order)
+
+    def _forget(self, num_tokens: int) -> None:
+        """Counts context tokens that no block can see, and that no layer gets."""
+        self._length += num_tokens
 
     def _append(self, layer_idx: int, new: Tensor, num_context: int, keep: int | None) -> Tensor:
         while len(self._layers) <= layer_idx:
@@ -445,6 +450,12 @@ class DFlashDraftModel(PreTrainedModel):
                 f"`context_mask` has {context_mask.shape[-1]} columns, but the context has {cached} cached and "
                 f"{num_context} new tokens. Pass one column for each."
             )
+        unseen = num_context - self._reach() if context_mask is None and attention_mask is None else 0
+        # Rows may be padded later on, and then all of them count.
+        if unseen > 0 and len(inputs_embeds) == 1 and context_features is not None:
+            context_features, position_ids = context_features[:, unseen:], position_ids[:, unseen:]
+            if cache is not None:
+                cache._forget(unseen)
         context = None if num_context == 0 else self.hidden_norm(self.fc(context_features))
         cos, sin = self.rotary_emb(inputs_embeds, position_ids)
         rotary = cos[:, None], sin[:, None]
@@ -453,6 +464,13 @@ class DFlashDraftModel(PreTrainedModel):
         for layer in self.layers:
             hidden_states = layer(hidden_states, context, rotary, cache, context_mask, attention_mask, masks)
         return self.norm(hidden_states)
+
+    def _reach(self) -> int:
+        """How many of the last context tokens a block sees, at most."""
+        config = self.config
+        if set(config.layer_types) != {"sliding_attention"}:
+            return sys.maxsize
+        return config.sliding_window if config.window_from_root else config.sliding_window - 1
 
     def compute_logits(self, hidden_states: Tensor, lm_head: nn.Module) -> Tensor:
         """Logits of `(..., hidden_size)` by the output head, with this drafter's factor and bound.
