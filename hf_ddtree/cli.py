@@ -23,7 +23,7 @@ import hf_ddtree
 from .benchmark import DATASETS, Report, benchmark, load_prompts, make_methods
 from .benchmark import compare as compare_reports
 from .benchmark.methods import NAMES
-from .demo import demo_prompts
+from .demo import demo_folders, demo_prompts
 from .draft_tree import DraftTree
 from .visualize import draw_tree
 
@@ -193,17 +193,30 @@ def bench(
 def _load_for_bench(
     model: str, drafters: list[str], prompts: str | None, limit: int, dtype: str, device_map: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, PreTrainedModel], list[str]]:
-    if model == "demo":
-        target, shipped, tokenizer = hf_ddtree.load_demo()
-        loaded = {"shipped": shipped}
-        texts = [entry["prompt"] for entry in demo_prompts()[:limit]] if prompts is None else []
+    is_demo = model == "demo"
+    if is_demo:
+        model, shipped = demo_folders()
+        drafters = [shipped, *drafters]
+        dtype = "float32" if dtype == "auto" else dtype
+    if prompts is not None:
+        texts = load_prompts(prompts, limit)
+    elif is_demo:
+        texts = [entry["prompt"] for entry in demo_prompts()[:limit]]
     else:
-        if prompts is None:
-            raise ValueError("`--prompts` is missing: only the pair that ships has prompts of its own.")
-        target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device_map)
-        tokenizer, loaded, texts = AutoTokenizer.from_pretrained(model), {}, []
-    loaded |= {Path(name).name: hf_ddtree.load_drafter(name, target_model=target) for name in drafters}
-    return target, tokenizer, loaded, texts or load_prompts(str(prompts), limit)
+        raise ValueError("`--prompts` is missing: only the pair that ships has prompts of its own.")
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device_map)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = {label: hf_ddtree.load_drafter(name, target_model=target) for label, name in _labels(drafters).items()}
+    return target, tokenizer, loaded, texts
+
+
+def _labels(names: list[str]) -> dict[str, str]:
+    """Drafters by as many last parts of their paths as tell them apart."""
+    paths = list({Path(name): name for name in names}.items())
+    count = 1
+    while len(labels := {"/".join(path.parts[-count:]): name for path, name in paths}) < len(paths):
+        count += 1
+    return labels
 
 
 def _report_table(report: hf_ddtree.CheckReport) -> Table:

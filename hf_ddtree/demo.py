@@ -30,6 +30,11 @@ def load_demo(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, DFla
     return model, drafter, tokenizer
 
 
+def demo_folders() -> tuple[str, str]:
+    """Where the pair's target and drafter lie."""
+    return str(_PAIR / "target"), str(_PAIR / "drafter")
+
+
 def demo_prompts() -> list[dict[str, str]]:
     """Code to complete, from modules that neither model was trained on.
 

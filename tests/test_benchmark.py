@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from io import StringIO
@@ -22,8 +23,8 @@ from typer.testing import CliRunner
 import hf_ddtree
 from hf_ddtree.benchmark import Method, Report, benchmark, compare, load_prompts, make_methods
 from hf_ddtree.benchmark.report import sign_test
-from hf_ddtree.cli import app
-from hf_ddtree.demo import demo_prompts
+from hf_ddtree.cli import _labels, app
+from hf_ddtree.demo import demo_folders, demo_prompts
 
 PROMPTS = [entry["prompt"] for entry in demo_prompts()[:3]]
 NEW_TOKENS = 12
@@ -294,6 +295,30 @@ def test_assisted_decoding_with_a_drafter_of_transformers_own_class() -> None:
         for arguments in ({}, method.arguments)
     )
     assert torch.equal(plain, assisted)
+
+
+def test_drafters_with_one_last_name_are_told_apart(tmp_path: Path) -> None:
+    for parent in "ab":
+        shutil.copytree(demo_folders()[1], tmp_path / parent / "drafter")
+    drafters = [part for parent in "ab" for part in ("--drafter", str(tmp_path / parent / "drafter"))]
+    arguments = ["bench", *drafters, "--limit", "1", "--max-new-tokens", "2", "--method", "tree:2"]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert all(f"tree:2 {name}/drafter" in result.output for name in ("demo_pair", "a", "b"))
+
+
+@pytest.mark.parametrize(
+    "names, labels",
+    [
+        (["z-lab/x"], ["x"]),
+        (["z-lab/x", "mtp"], ["x", "mtp"]),
+        (["a/x", "b/x", "y"], ["a/x", "b/x", "y"]),
+        (["x", "a/b/x", "/a/b/x"], ["x", "a/b/x", "//a/b/x"]),
+        (["a/x/", "a/x"], ["x"]),
+    ],
+)
+def test_labels_of_drafters(names: list[str], labels: list[str]) -> None:
+    assert list(_labels(names)) == labels
 
 
 def test_methods_that_draft_need_a_drafter(demo: tuple[Any, Any, Any]) -> None:
