@@ -175,6 +175,13 @@ def bench(
                 output_dir=output,
                 on_run=lambda done, total: progress.update(task, completed=done, total=total),
             )
+    except KeyboardInterrupt:
+        console.print(
+            f"Stopped. The same command goes on with what is in {output}."
+            if output is not None
+            else "Stopped. Nothing was kept: with `--output FOLDER` the same command goes on where it was stopped."
+        )
+        raise typer.Exit(code=130) from None
     except (ImportError, OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     # Of several processes the last one to end reports on all.

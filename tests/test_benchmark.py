@@ -57,7 +57,7 @@ def test_every_method_runs_on_every_batch_and_is_compared(demo: tuple[Any, Any, 
     # The last batch has a single row.
     assert all(entry.identical == entry.compared == 1 < entry.runs for entry in sampled)
     assert "tokens were not compared" in " ".join(str(report.table().caption).split())
-    assert counts == [(done, 20) for done in range(1, 21)]
+    assert counts == [(done, 20) for done in range(21)]
     assert {(run["temperature"], run["batch"], run["method"]) for run in report.runs} == {
         (temperature, batch, name) for temperature in (0.0, 0.7) for batch in (0, 1) for name in names
     }
@@ -136,20 +136,29 @@ def test_it_goes_on_where_it_was_stopped(demo: tuple[Any, Any, Any], tmp_path: P
         pass
 
     def stop_at(done: int, total: int) -> None:
-        if done == 4:
+        if done == 3:
             raise Stopped
 
     methods = methods_of(demo, "tree:4")
     with pytest.raises(Stopped):
         measure(demo, methods, output_dir=tmp_path, on_run=stop_at)
     before = (tmp_path / "runs-0.jsonl").read_text()
-    assert before.count("\n") == 2 and not (tmp_path / "report.json").exists()
+    written = [json.loads(line) for line in before.splitlines() if line]
+    # Of the second batch, the run that plain decoding's is still to be compared with.
+    assert [(run["batch"], run["method"]) for run in written] == [(0, "plain"), (0, "tree:4"), (1, "tree:4")]
+    assert not (tmp_path / "report.json").exists()
     (tmp_path / "runs-0.jsonl").write_text(before + '\n{"temperature": 0.0, "bat')
-    counts: list[int] = []
-    report = measure(demo, methods, output_dir=tmp_path, on_run=lambda done, total: counts.append(total))
-    assert counts == [4] * 4 and len(report.runs) == 6
+    counts: list[tuple[int, int]] = []
+    report = measure(demo, methods, output_dir=tmp_path, on_run=lambda *count: counts.append(count))
+    assert counts == [(3, 6), (4, 6), (5, 6), (6, 6)] and len(report.runs) == 6
+    assert all(run["identical"] is True for run in report.runs)
     assert (tmp_path / "runs-0.jsonl").read_text().startswith(before)
     assert Report.load(tmp_path / "report.json").runs == report.runs
+    wrong = written[-1] | {"tokens_of_rows": [[0] * NEW_TOKENS]}
+    with (tmp_path / "runs-0.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(wrong))
+    report = measure(demo, methods, output_dir=tmp_path)
+    assert [run["batch"] for run in report.runs if run["identical"] is False] == [1]
     with pytest.raises(ValueError, match="other settings \\(max_new_tokens\\)"):
         measure(demo, methods, output_dir=tmp_path, max_new_tokens=NEW_TOKENS + 1)
     drafter = copy.copy(demo[1])
@@ -159,6 +168,19 @@ def test_it_goes_on_where_it_was_stopped(demo: tuple[Any, Any, Any], tmp_path: P
         measure(demo, make_methods(["tree:4"], {"shipped": drafter}), output_dir=tmp_path)
     with pytest.raises(ValueError, match="other settings \\(prompts_digest\\)"):
         benchmark(demo[0], demo[2], ["a", "b", "c"], methods, max_new_tokens=NEW_TOKENS, output_dir=tmp_path)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_command_says_how_to_go_on(keeps: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_ddtree.cli.benchmark", interrupt)
+    arguments = ["bench", *(["--output", str(tmp_path)] if keeps else [])]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 130
+    expected = f"The same command goes on with what is in {tmp_path}." if keeps else "with `--output FOLDER` the same"
+    assert expected in " ".join(result.output.split())
 
 
 def test_processes_share_the_batches(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def benchmark(
         temperatures: 0 for greedy decoding; others sample, each batch from the same seed.
         seed: Seed of the first batch.
         output_dir: Where to write every run as it ends, and the report. Runs that are there already are not run again.
-        on_run: Called after each run with the number of runs done and of all.
+        on_run: Called before the first run and after each, with the number of runs that are there and of all.
         generate_kwargs: Go to every call of `generate()`.
 
     Raises:
@@ -89,34 +89,31 @@ def benchmark(
         for index in range(len(batches))
         if index % num_processes == rank
     ]
-    done = {(run["temperature"], run["batch"], run["method"]) for run in log.runs()}
-    todo = [place for place in mine if any((*place, method.name) not in done for method in methods)]
-    if todo:
-        for method in methods:
-            _warm_up(model, batches[todo[0][1]], method, generate_kwargs)
-    total = len(todo) * len(methods)
-    for place, (temperature, index) in enumerate(todo):
-        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    plain = methods[0].name
+    done = {(run["temperature"], run["batch"], run["method"]) for run in log.runs(plain)}
+    total, left = len(mine) * len(methods), []
+    for temperature, index in mine:
         shift = index % len(methods)
-        runs: dict[str, dict[str, Any]] = {}
-        for number, method in enumerate([*methods[shift:], *methods[:shift]], start=1):
-            torch.manual_seed(seed + index)
-            # Whatever strategy the model's own configuration asks for, plain decoding is plain.
-            call = {"generation_strategy": None, "max_new_tokens": max_new_tokens, **sampling}
-            run = _run(model, tokenizer, batches[index], {**call, **generate_kwargs, **method.arguments})
-            runs[method.name] = {"temperature": temperature, "batch": index, "method": method.name, **run}
-            if on_run is not None:
-                on_run(place * len(methods) + number, total)
-        tokens_of = {method: run.pop("tokens_of_rows") for method, run in runs.items()}
-        plain = tokens_of[methods[0].name]
-        for method in methods:
-            run, tokens = runs[method.name], tokens_of[method.name]
-            if tokens is None or plain is None or (temperature and (len(plain) > 1 or not method.keeps_draws)):
-                run["identical"] = None
-            else:
-                run["identical"] = tokens == plain
-            log.add(run)
-    report = Report({"settings": settings, "machine": describe_machine(model.device)}, log.runs())
+        in_turn = [*methods[shift:], *methods[:shift]]
+        left += [(temperature, index, method) for method in in_turn if (temperature, index, method.name) not in done]
+    if on_run is not None:
+        on_run(total - len(left), total)
+    for method in methods:
+        first = next((index for _, index, other in left if other is method), None)
+        if first is not None:
+            _warm_up(model, batches[first], method, generate_kwargs)
+    for number, (temperature, index, method) in enumerate(left, start=1):
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        torch.manual_seed(seed + index)
+        # Whatever strategy the model's own configuration asks for, plain decoding is plain.
+        call = {"generation_strategy": None, "max_new_tokens": max_new_tokens, **sampling}
+        run = _run(model, tokenizer, batches[index], {**call, **generate_kwargs, **method.arguments})
+        if temperature and (len(batches[index]["input_ids"]) > 1 or not method.keeps_draws):
+            run["tokens_of_rows"] = None
+        log.add({"temperature": temperature, "batch": index, "method": method.name, **run})
+        if on_run is not None:
+            on_run(total - len(left) + number, total)
+    report = Report({"settings": settings, "machine": describe_machine(model.device)}, log.runs(plain))
     if output_dir is not None and len(report.runs) == len(batches) * len(temperatures) * len(methods):
         report.save(Path(output_dir) / "report.json")
     return report
@@ -228,10 +225,20 @@ class RunLog:
             # A line of its own even if a process was stopped in the middle of one.
             file.write("\n" + json.dumps(run))
 
-    def runs(self) -> list[dict[str, Any]]:
-        """All runs so far, in the order of temperatures, batches and methods; the last one counts of those alike."""
+    def runs(self, plain: str) -> list[dict[str, Any]]:
+        """All runs so far, in the order of temperatures, batches and methods; the last one counts of those alike.
+
+        In place of its tokens each says under `identical` whether they are those of the method `plain`; None if one
+        of the two has none to compare.
+        """
         found = {(run["temperature"], run["batch"], run["method"]): run for run in self._all()}
-        return [found[key] for key in sorted(found)]
+        compared = []
+        for temperature, batch, method in sorted(found):
+            run = dict(found[temperature, batch, method])
+            tokens = run.pop("tokens_of_rows")
+            expected = found.get((temperature, batch, plain), {}).get("tokens_of_rows")
+            compared.append({**run, "identical": None if None in (tokens, expected) else tokens == expected})
+        return compared
 
     def _all(self) -> Iterator[dict[str, Any]]:
         if self._folder is None:
