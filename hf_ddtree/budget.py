@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -35,25 +34,29 @@ import numpy as np
 from .configuration import MOST_NODES, describe_type, require_positive_int
 from .draft_tree import DraftTree
 
-# Sizes of trees, in drafted nodes, that are chosen from; 0 is plain decoding.
-SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Sizes of trees, in drafted nodes, that are chosen from; 0 is plain decoding. With the root they make 8, 16 or 32 rows
+# and so on, which suits matrix products.
+SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 # What is tried first on a model that was never timed.
-FIRST_SIZES = (16, 0, 16)
-# Contexts of up to 256 tokens are alike, and from there on those between two powers of two.
+FIRST_SIZES = (15, 0, 15)
+# Contexts of less than 512 tokens are alike, and from there on those between two powers of two.
 SHORT_CONTEXT = 256
-# Times that a median is taken of: of one size, and of the last rounds. Of fewer than a few it means nothing.
-SAMPLES, SAMPLES_OF_PACE, FEW = 11, 7, 3
+# Times outside of this range are those of a clock that stood still or was set.
+SHORTEST, LONGEST = 1e-9, 1e6
+# Times that a median is taken of: of one size, of plain decoding, which is timed less often, and of the last rounds.
+# Of fewer than a few it means nothing.
+SAMPLES, SAMPLES_OF_PLAIN, SAMPLES_OF_PACE, FEW = 11, 5, 7, 3
 # Running sums forget a round after about as many.
 ROUNDS_REMEMBERED = 32
 KEPT = 1.0 - 1.0 / ROUNDS_REMEMBERED
-# After how many rounds of drafting the next size up or down is timed again.
-ROUNDS_PER_RETRY = 16
+# After how many rounds of drafting the next size up or down is timed again, and plain decoding.
+ROUNDS_PER_RETRY, ROUNDS_PER_PLAIN = 16, 64
 # Rounds of drafting before speculation may be given up, at first and when it is tried again.
 FIRST_LOOK, LATER_LOOK = 8, 2
 # What looking again may cost, as a fraction of the plain decoding in between. The first break is short however much
 # was lost, in case that it comes of bad luck, and the next ones are at most some times as long as the one before.
 COST_OF_LOOKING = 0.01
-FIRST_BREAK, LONGER_EACH_TIME = 8, 4
+FIRST_BREAK, LONGER_EACH_TIME = 16, 4
 # How many tokens a row may be lost before speculation is given up at once.
 LOST_AT_ONCE = 2.0
 # Accepted tokens that it takes to doubt the drafter's probabilities.
@@ -182,7 +185,7 @@ class AutoBudget(BudgetPolicy):
         self._gained: deque[float] = deque(maxlen=FIRST_LOOK)
         self._looks_again = False
         self._break_left, self._longest_break = 0, FIRST_BREAK
-        self._largest = 16
+        self._largest = FIRST_SIZES[0]
         self._rounds_drafted = 0
         self._round: _DraftedRound | None = None
         self._num_rows = 1
@@ -203,7 +206,10 @@ class AutoBudget(BudgetPolicy):
         if self._break_left > 0:
             self._break_left -= 1
             return 0
-        return min(self.most_nodes, 2 * self._largest)
+        if self._rounds_drafted % ROUNDS_PER_PLAIN == ROUNDS_PER_PLAIN // 2:
+            self._rounds_drafted += 1
+            return 0
+        return min(self.most_nodes, 2 * self._largest + 1)
 
     @_locked
     def nodes_to_verify(self, trees: Sequence[DraftTree], num_cached: int) -> int:
@@ -233,10 +239,13 @@ class AutoBudget(BudgetPolicy):
 
     @_locked
     def observe(self, cost: RoundCost) -> None:
-        self._times.add(cost.num_cached, cost.num_rows, cost.num_drafted, cost.verify_seconds)
+        if SHORTEST <= cost.verify_seconds <= LONGEST:
+            self._times.add(cost.num_cached, cost.num_rows, cost.num_drafted, cost.verify_seconds)
         if cost.draft_seconds is not None:
-            # The first draft after a prompt or a break takes up all that the target saw meanwhile; a median drops it.
-            self._draft_times.setdefault(cost.num_rows, deque(maxlen=SAMPLES)).append(cost.draft_seconds)
+            if 0 <= cost.draft_seconds <= LONGEST:
+                # The first draft after a prompt or a break takes up all that the target saw meanwhile; a median drops
+                # it.
+                self._draft_times.setdefault(cost.num_rows, deque(maxlen=SAMPLES)).append(cost.draft_seconds)
             self._trust.learn(cost.accepted)
         if self._round is not None:
             self._decide(self._round, sum(cost.accepted))
@@ -283,7 +292,7 @@ class AutoBudget(BudgetPolicy):
             policy = cls(learned["most_nodes"])
             policy._times.add_list(learned["forward_seconds"])
             for rows, seconds in learned["draft_seconds"].items():
-                if not 0 <= seconds < math.inf:
+                if not 0 <= seconds <= LONGEST:
                     raise ValueError(f"{seconds!r} seconds for a draft")
                 policy._draft_times[int(rows)] = deque([float(seconds)], maxlen=SAMPLES)
             policy._trust = Trust.from_list(learned["trust"])
@@ -342,8 +351,8 @@ class Trust:
         trust._right, trust._promised = (np.array(count, dtype=float) for count in counts)
         if trust._right.shape != (1 + DEEPEST,) or trust._promised.shape != (1 + DEEPEST,):
             raise ValueError("counts of another length")
-        if not all(np.isfinite(count).all() and count.min() > 0 for count in (trust._right, trust._promised)):
-            raise ValueError("counts that are no positive numbers")
+        if not all(((count > 1e-3) & (count < 1e6)).all() for count in (trust._right, trust._promised)):
+            raise ValueError("counts that drafting does not give")
         return trust
 
 
@@ -404,7 +413,7 @@ class ForwardTimes:
     def add(self, num_cached: int, num_rows: int, num_drafted: int, seconds: float) -> None:
         """Takes the time of a forward over `num_drafted` nodes and the root."""
         size = SIZES[min(bisect_left(SIZES, num_drafted), len(SIZES) - 1)]
-        samples = self._of_context(num_cached, num_rows).setdefault(size, deque(maxlen=SAMPLES))
+        samples = self._of_context(num_cached, num_rows).setdefault(size, _times_of(size))
         if len(samples) >= FEW:
             self._paces.append(seconds / median(samples))
             self._pace = median(self._paces)
@@ -420,7 +429,7 @@ class ForwardTimes:
         samples = self._of_context(num_cached, num_rows)
         timed = sorted(samples)
         seconds = self._pace * _never_falling([samples[size] for size in timed])
-        largest = min(most_nodes, max(2 * timed[-1], FIRST_SIZES[0]))
+        largest = min(most_nodes, max(2 * timed[-1] + 1, FIRST_SIZES[0]))
         sizes = np.array([size for size in SIZES if size <= largest])
         a_node = (seconds[-1] - seconds[0]) / max(timed[-1] - timed[0], 1)
         return sizes, np.interp(sizes, timed, seconds) + a_node * np.maximum(sizes - timed[-1], 0)
@@ -436,10 +445,10 @@ class ForwardTimes:
     def add_list(self, entries: Sequence[tuple[int, int, int, float]]) -> None:
         """Takes what `to_list` gave."""
         for rows, context, size, seconds in entries:
-            if size not in SIZES or not 0 < seconds < math.inf:
-                raise ValueError(f"{seconds!r} seconds for {size!r} nodes")
+            if size not in SIZES or not SHORTEST <= seconds <= LONGEST or rows < 1:
+                raise ValueError(f"{seconds!r} seconds for {size!r} nodes of {rows!r} rows")
             of_size = self._samples.setdefault((int(rows), int(context)), {})
-            of_size[size] = deque([float(seconds)], maxlen=SAMPLES)
+            of_size[size] = _times_of(size, float(seconds))
             self._tried[int(rows)] = len(FIRST_SIZES)
 
     def _of_context(self, num_cached: int, num_rows: int) -> dict[int, deque[float]]:
@@ -450,8 +459,12 @@ class ForwardTimes:
             others = [other for rows, other in self._samples if rows == num_rows]
             nearest = min(others, key=lambda other: abs(other - context), default=None)
             known = {} if nearest is None else self._samples[num_rows, nearest]
-            self._samples[key] = {size: deque([_typical(times)], maxlen=SAMPLES) for size, times in known.items()}
+            self._samples[key] = {size: _times_of(size, _typical(times)) for size, times in known.items()}
         return self._samples[key]
+
+
+def _times_of(size: int, *seconds: float) -> deque[float]:
+    return deque(seconds, maxlen=SAMPLES if size else SAMPLES_OF_PLAIN)
 
 
 def _typical(times: deque[float]) -> float:
