@@ -163,7 +163,15 @@ def bench(
         target, tokenizer, drafters, texts = _load_for_bench(model, drafter or [], prompts, limit, dtype, device_map)
         methods = make_methods(method, drafters)
         with Progress(console=Console(stderr=True)) as progress:
-            task = progress.add_task("runs", total=None)
+
+            def tell(done: int, total: int) -> None:
+                if progress.tasks:
+                    progress.update(progress.task_ids[0], completed=done)
+                    return
+                progress.add_task("runs", total=total, completed=done)
+                if done == total:
+                    console.print(Text(f"All {total} runs are in {output} already."), soft_wrap=True)
+
             report = benchmark(
                 target,
                 tokenizer,
@@ -173,7 +181,7 @@ def bench(
                 batch_size=batch_size,
                 temperatures=temperature,
                 output_dir=output,
-                on_run=lambda done, total: progress.update(task, completed=done, total=total),
+                on_run=tell,
             )
     except KeyboardInterrupt:
         console.print(
@@ -186,11 +194,16 @@ def bench(
         raise typer.BadParameter(str(error)) from error
     # Of several processes the last one to end reports on all.
     if output is None or (output / "report.json").exists():
+        where = "" if output is None else f"; results in {output}"
+        console.print(Text(f"{report.caption()}{where}\n"), soft_wrap=True)
         console.print(report.table())
         console.print()
         console.print(report.rounds_table())
-    if output is not None and (output / "report.json").exists() and find_spec("matplotlib"):
-        report.plot(output / "report.png")
+    if output is not None and (output / "report.json").exists():
+        if find_spec("matplotlib"):
+            report.plot(output / "report.png")
+        else:
+            console.print("No report.png is drawn, as matplotlib is not installed.")
     differing = [entry.label for entry in report.summaries() if entry.differs]
     if differing and target.dtype == torch.float32:
         console.print(f"[bold red]Not identical[/] to plain decoding: {', '.join(differing)}.")

@@ -170,6 +170,31 @@ def test_it_goes_on_where_it_was_stopped(demo: tuple[Any, Any, Any], tmp_path: P
         benchmark(demo[0], demo[2], ["a", "b", "c"], methods, max_new_tokens=NEW_TOKENS, output_dir=tmp_path)
 
 
+def test_the_command_tells_what_it_measured(tmp_path: Path) -> None:
+    arguments = ["--limit", "2", "--max-new-tokens", "2", "--method", "tree:2", "--dtype", "bfloat16"]
+    command = ["bench", *arguments, "--batch-size", "2", "--output", str(tmp_path)]
+    first, again = (CliRunner().invoke(app, command, env={"COLUMNS": "80"}) for _ in range(2))
+    assert first.exit_code == 0, first.output
+    machine = Report.load(tmp_path / "report.json").about["machine"]
+    for expected in (
+        "demo_pair/target in bfloat16; drafter demo_pair/drafter; ",
+        f"; {machine['device']}, {machine['threads']} thread",
+        "; 2 prompts, 2 at a time; 2 new tokens; ",
+        f"; results in {tmp_path}\n",
+    ):
+        assert expected in first.stdout
+    assert again.stdout.splitlines()[0] == f"All 2 runs are in {tmp_path} already."
+    assert again.stdout.splitlines()[1:] == first.stdout.splitlines()
+
+
+def test_the_command_says_that_nothing_is_drawn_without_matplotlib(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("hf_ddtree.cli.find_spec", lambda name: None)
+    arguments = ["--limit", "1", "--max-new-tokens", "2", "--method", "tree:2", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "80"})
+    assert "No report.png is drawn, as matplotlib is not installed." in result.output
+    assert not (tmp_path / "report.png").exists()
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_the_command_says_how_to_go_on(keeps: bool, tmp_path: Path, monkeypatch: Any) -> None:
     def interrupt(*_: Any, **__: Any) -> None:

@@ -127,6 +127,20 @@ class Report:
         summary.peak_memory = max((run["peak_memory"] for run in runs.values() if "peak_memory" in run), default=None)
         return summary
 
+    def caption(self) -> str:
+        """In a line, what was measured, in which dtype and on what machine."""
+        settings, machine = self.about["settings"], self.about["machine"]
+        drafters = ", ".join(map(_short, settings["drafters"]))
+        return "; ".join(
+            [
+                f"{_short(settings['model'])} in {settings['dtype'].removeprefix('torch.')}",
+                f"drafter {drafters}" if drafters else "no drafter",
+                f"{machine['device']}, {_counted(machine['threads'], 'thread')}",
+                f"{_counted(settings['prompts'], 'prompt')}, {settings['batch_size']} at a time",
+                _counted(settings["max_new_tokens"], "new token"),
+            ]
+        )
+
     def table(self) -> Table:
         """A table for people, of at most 80 columns unless names are long: medians, and quartiles below them."""
         table = _table(
@@ -271,6 +285,15 @@ def _differences(before: dict[str, Any], after: dict[str, Any], names: Sequence[
         for name in names
         if name in before and name in after and before[name] != after[name]
     ]
+
+
+def _short(name: str) -> str:
+    """The last two parts of a folder, or a repository of the Hub."""
+    return "/".join(Path(name).parts[-2:])
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _table(*columns: str) -> Table:
