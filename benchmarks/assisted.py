@@ -3,7 +3,8 @@
     python benchmarks/assisted.py
 
 Float32, greedy, random weights. Drafters are as accurate as they are told to be: at each position the right token has
-rank `r` with probability `a (1 - a)^r`, the same one for every method, and they state just that.
+rank `r` with probability `a (1 - a)^r`, and they state just that. Ranks are drawn anew for each prompt, and are the
+same for every method.
 
 - `oracle`: a Qwen3 of 100 M parameters. Drafts cost nothing. Transformers verifies the chain that the package's
   generator gives it through `get_candidates`.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -32,6 +34,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_ddtree.configuration import TreeShape
 from hf_ddtree.testing import SetAccuracyGenerator
 
 LENGTH = 15
@@ -39,6 +42,21 @@ LENGTH = 15
 NODES = 15, 31
 PROMPT_LENGTH = 64
 OURS, THEIRS = "chain", "Transformers' chain"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt.
+
+    Attributes:
+        inputs: Arguments of `generate()`.
+        sequence: `(length,)`, its tokens and those that plain decoding makes of it.
+        seed: Of its drafts.
+    """
+
+    inputs: dict[str, Tensor]
+    sequence: Tensor
+    seed: int
 
 
 class AssistedGenerator(SetAccuracyGenerator):
@@ -130,20 +148,20 @@ def make_native_pair(is_small: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
 def measure_oracle(prompts: int, tokens: int, accuracy: float, is_small: bool) -> list[dict[str, Any]]:
     model = make_qwen3(64, 2) if is_small else make_qwen3(768, 12)
     stopwatch = Stopwatch(model)
-    sequences: dict[int, Tensor] = {}
 
-    def run(method: str, prompt: dict[str, Tensor]) -> tuple[dict[str, Any], list[list[int]]]:
+    def run(method: str, prompt: Prompt) -> tuple[dict[str, Any], list[list[int]]]:
         if method == "plain":
-            return stopwatch.run(prompt, tokens)
-        settings = sequences[id(prompt)], model.config.vocab_size, accuracy
+            return stopwatch.run(prompt.inputs, tokens)
+        settings = prompt.sequence, model.config.vocab_size, accuracy
         if method == THEIRS:
-            generator = AssistedGenerator(PROMPT_LENGTH, *settings, shape="chain", horizon=LENGTH)
+            generator = AssistedGenerator(PROMPT_LENGTH, *settings, "chain", horizon=LENGTH, seed=prompt.seed)
             with assisting(model, generator) as arguments:
-                return stopwatch.run(prompt, tokens, **arguments)
-        generator = SetAccuracyGenerator(*settings, "chain" if method == OURS else "best_first", horizon=LENGTH)
-        return stopwatch.run(prompt, tokens, candidate_generator=generator, **ours(method))
+                return stopwatch.run(prompt.inputs, tokens, **arguments)
+        shape: TreeShape = "chain" if method == OURS else "best_first"
+        generator = SetAccuracyGenerator(*settings, shape, horizon=LENGTH, seed=prompt.seed)
+        return stopwatch.run(prompt.inputs, tokens, candidate_generator=generator, **ours(method))
 
-    return measure("oracle", model, prompts, tokens, run, sequences)
+    return measure("oracle", model, prompts, tokens, run)
 
 
 def ours(method: str) -> dict[str, Any]:
@@ -158,30 +176,24 @@ def measure_native(prompts: int, tokens: int, accuracy: float, is_small: bool) -
     vocab_size = model.config.get_text_config().vocab_size
     stopwatch = Stopwatch(model)
     drafts = HiddenDrafts(drafter, model.get_output_embeddings().weight)
-    sequences: dict[int, Tensor] = {}
 
-    def run(method: str, prompt: dict[str, Tensor]) -> tuple[dict[str, Any], list[list[int]]]:
+    def run(method: str, prompt: Prompt) -> tuple[dict[str, Any], list[list[int]]]:
         if method == "plain":
-            return stopwatch.run(prompt, tokens)
-        drafts.generator = SetAccuracyGenerator(sequences[id(prompt)], vocab_size, accuracy, horizon=LENGTH)
+            return stopwatch.run(prompt.inputs, tokens)
+        settings = prompt.sequence, vocab_size, accuracy
+        drafts.generator = SetAccuracyGenerator(*settings, horizon=LENGTH, seed=prompt.seed)
         arguments = {"speculation_type": "dflash"} if method == THEIRS else ours(method)
-        return stopwatch.run(prompt, tokens, assistant_model=drafter, **arguments)
+        return stopwatch.run(prompt.inputs, tokens, assistant_model=drafter, **arguments)
 
-    return measure("native", model, prompts, tokens, run, sequences)
+    return measure("native", model, prompts, tokens, run)
 
 
-def measure(
-    pair: str,
-    model: PreTrainedModel,
-    count: int,
-    tokens: int,
-    run: Any,
-    sequences: dict[int, Tensor],
-) -> list[dict[str, Any]]:
+def measure(pair: str, model: PreTrainedModel, count: int, tokens: int, run: Any) -> list[dict[str, Any]]:
     """Finds out what plain decoding makes of each of some random prompts, and then runs all methods."""
-    prompts = random_prompts(model.config.get_text_config().vocab_size, count, PROMPT_LENGTH)
-    for prompt in prompts:
-        sequences[id(prompt)] = model.generate(**prompt, max_new_tokens=tokens, do_sample=False)[0]
+    prompts = [
+        Prompt(inputs, model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0], seed)
+        for seed, inputs in enumerate(random_prompts(model.config.get_text_config().vocab_size, count, PROMPT_LENGTH))
+    ]
     methods = ["plain", THEIRS, OURS, *(f"tree of {nodes}" for nodes in NODES)]
     for method in methods:
         run(method, prompts[0])

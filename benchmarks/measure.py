@@ -153,11 +153,16 @@ def alternate(
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By method: quartiles over prompts, and what a round is made of."""
+    """By method: all prompts together, quartiles over prompts, and what a typical round is made of.
+
+    `together` is of all prompts' tokens, rounds and seconds added up, so that one figure follows from the others:
+    tokens a second, that against plain decoding's, and milliseconds a round. `round_ms` is of medians.
+    """
     by_method: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         by_method.setdefault(run["method"], []).append(run)
     plain = {run["prompt"]: speed(run) for run in by_method["plain"]}
+    plain_together = speed_together(by_method["plain"])
     summary = {}
     for method, of_method in by_method.items():
         lengths = list(chain.from_iterable(map(lengths_of, of_method)))
@@ -165,6 +170,11 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         summary[method] = {
             "runs": len(of_method),
             "identical": sum(run["identical"] for run in of_method),
+            "together": {
+                "tokens_per_second": round(speed_together(of_method), 4),
+                "against_plain": round(speed_together(of_method) / plain_together, 4),
+                "round_ms": round(1e3 * total(of_method, "seconds") / total(of_method, "rounds"), 3),
+            },
             "tokens_per_second": quartiles(map(speed, of_method)),
             "against_plain": quartiles(speed(run) / plain[run["prompt"]] for run in of_method),
             "tokens_per_forward": round(statistics.mean(lengths), 3),
@@ -185,6 +195,16 @@ def lengths_of(run: dict[str, Any]) -> list[float]:
 def speed(run: dict[str, Any]) -> float:
     """Tokens a second, of all rows together, after the first."""
     return run["tokens"] / run["seconds"]
+
+
+def total(runs: Iterable[dict[str, Any]], name: str) -> float:
+    """What several runs have of something."""
+    return sum(run[name] for run in runs)
+
+
+def speed_together(runs: Sequence[dict[str, Any]]) -> float:
+    """Tokens a second of several runs, all their tokens over all their seconds."""
+    return total(runs, "tokens") / total(runs, "seconds")
 
 
 def against(runs: list[dict[str, Any]], method: str, other: str) -> list[float]:

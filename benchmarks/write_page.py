@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from auto_budget import conclude
+from measure import against, summarise
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -32,9 +34,10 @@ def rows(columns: Sequence[str], cells: Iterable[Sequence[Any]]) -> Iterator[str
         yield f"| {' | '.join(map(str, row))} |"
 
 
-def source(about: dict[str, Any]) -> Iterator[str]:
-    """How the figures were made, and where."""
-    yield from ("```sh", about["command"], "```", "", f"{machine_of(about)}.", "")
+def source(about: dict[str, Any], seconds: float | None = None) -> Iterator[str]:
+    """How the figures were made, where, and how many seconds the runs took."""
+    duration = "" if seconds is None else f" What is timed took {max(1, round(seconds / 60))} minutes."
+    yield from ("```sh", about["command"], "```", "", f"{machine_of(about)}.{duration}", "")
 
 
 def machine_of(about: dict[str, Any]) -> str:
@@ -67,28 +70,22 @@ def share(part: float, whole: float) -> str:
 
 def overview(results: Any) -> Iterator[str]:
     """The shortest table of speed, of held-out code."""
-    yield f"`{results['about']['command']}`, medians; {machine_of(results['about'])}:"
+    runs = runs_by(results, "workload")["code"]
+    methods = summarise(runs)
+    yield f"`{results['about']['command']}`, {amount(runs)}; {machine_of(results['about'])}:"
     yield ""
-    methods = results["summary"]["code"]["methods"]
-    columns = "", "tokens/s", "against plain", "tokens per forward of the target"
+    columns = "", "tokens/s", "against plain", "quartiles over prompts", "tokens per forward of the target"
     names = "plain", "chain", "tree:16", "auto, first use", "auto"
     yield from rows(
-        columns,
-        (
-            (
-                method_label(name),
-                median(methods[name]["tokens_per_second"], 1),
-                median(methods[name]["against_plain"], unit="x"),
-                f"{methods[name]['tokens_per_forward']:.2f}",
-            )
-            for name in names
-        ),
+        columns, ([method_label(name), *speed_cells(methods[name]), tokens_cell(methods[name])] for name in names)
     )
 
 
 def auto_budget(results: Any) -> Iterator[str]:
     """Every workload: auto against the fastest fixed setting, and all methods."""
-    yield from source(results["about"])
+    yield from source(results["about"], seconds_of(results["runs"]))
+    workloads = runs_by(results, "workload")
+    summary = {name: conclude(runs) for name, runs in workloads.items()}
     columns = "workload", "fastest fixed setting", "`auto`, warmed, against it", "quartiles", "first use", "quartiles"
     yield from rows(
         (*columns, "warmed against plain"),
@@ -96,59 +93,137 @@ def auto_budget(results: Any) -> Iterator[str]:
             (
                 name,
                 method_label(entry["best_fixed"]),
-                *(form(entry[f"{use}_against_best"]) for use in ("auto", "first_use") for form in (median, spread)),
-                median(entry["methods"]["auto"]["against_plain"], unit="x"),
+                compared(entry["methods"], "auto", entry["best_fixed"]),
+                spread(entry["auto_against_best"]),
+                compared(entry["methods"], "auto, first use", entry["best_fixed"]),
+                spread(entry["first_use_against_best"]),
+                f"{entry['methods']['auto']['together']['against_plain']:.2f}x",
             )
-            for name, entry in results["summary"].items()
+            for name, entry in summary.items()
         ),
     )
-    columns = "method", "tokens/s", "quartiles", "against plain", "tokens per forward", "nodes", "ms a round"
-    for name, entry in results["summary"].items():
-        yield from ("", f"**{name[0].upper()}{name[1:]}**", "")
-        yield from rows((*columns, "outside the forwards"), map(method_cells, entry["methods"].items()))
+    columns = "method", "tokens/s", "against plain", "quartiles", "tokens per forward", "nodes", "ms a round"
+    for name, entry in summary.items():
+        yield from ("", f"**{name[0].upper()}{name[1:]}**: {amount(workloads[name])}.", "")
+        yield from rows(
+            (*columns, "typical round, ms", "target, ms", "outside the forwards"),
+            map(method_cells, entry["methods"].items()),
+        )
+    methods = summary["code"]["methods"]
+    target_ms = {name: figures["round_ms"]["target"] for name, figures in methods.items() if name.startswith("tree:")}
+    nodes = ", ".join(name.removeprefix("tree:") for name in target_ms)
+    times = ", ".join(f"{of_tree / methods['plain']['round_ms']['target']:.2f}" for of_tree in target_ms.values())
+    yield ""
+    yield f"On code, the target's forward over trees of {nodes} nodes takes {times} times as long as over a token."
+
+
+def runs_by(results: Any, name: str) -> dict[str, list[dict[str, Any]]]:
+    """All runs, by what they have as `name`."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for run in results["runs"]:
+        by_name.setdefault(str(run[name]), []).append(run)
+    return by_name
+
+
+def seconds_of(runs: Iterable[dict[str, Any]]) -> float:
+    """How long all of them took, prefill included."""
+    return sum(run.get("call_seconds", run["seconds"] + run.get("prefill_seconds", 0.0)) for run in runs)
+
+
+def amount(runs: Sequence[dict[str, Any]]) -> str:
+    """How many prompts and tokens they are of."""
+    tokens: dict[bool, int] = {}
+    for run in runs:
+        is_fixed = run["method"] not in ("plain", "auto, first use", "auto")
+        tokens[is_fixed] = max(tokens.get(is_fixed, 0), run["tokens"] // run["rows"] + 1)
+    size, count = runs[0]["rows"], len({run["prompt"] for run in runs})
+    prompts = f"{count} {'prompt' if count == 1 else 'prompts'}" if size == 1 else f"{count} batches of {size} prompts"
+    fixed = f", {tokens[True]} with fixed settings" if tokens[True] != tokens[False] else ""
+    return f"{prompts}, {tokens[False]} tokens each{fixed}"
+
+
+def compared(methods: dict[str, Any], name: str, other: str) -> str:
+    """A method's speed over another's, of all prompts together."""
+    mine, its = (methods[method]["together"]["tokens_per_second"] for method in (name, other))
+    return f"{mine / its:.2f}"
+
+
+def speed_cells(figures: dict[str, Any]) -> list[str]:
+    """Tokens a second and against plain decoding, of all prompts together, and quartiles of each prompt's ratio."""
+    of_all = figures["together"]
+    return [
+        f"{of_all['tokens_per_second']:.1f}",
+        f"{of_all['against_plain']:.2f}x",
+        spread(figures["against_plain"]),
+    ]
+
+
+def tokens_cell(figures: dict[str, Any]) -> str:
+    return f"{figures['tokens_per_forward']:.2f}"
 
 
 def method_cells(entry: tuple[str, dict[str, Any]]) -> list[str]:
     name, figures = entry
     times = figures["round_ms"]
-    cells = [method_label(name), median(figures["tokens_per_second"], 1), spread(figures["tokens_per_second"], 1)]
-    cells += [median(figures["against_plain"], unit="x"), f"{figures['tokens_per_forward']:.2f}"]
-    cells += [f"{figures['nodes']:.1f}", f"{times['whole']:.2f}"]
-    return [*cells, share(times["outside"], times["whole"])] if "outside" in times else cells
+    cells = [method_label(name), *speed_cells(figures), tokens_cell(figures)]
+    cells += [f"{figures['nodes']:.1f}", f"{figures['together']['round_ms']:.2f}"]
+    if "outside" not in times:
+        return cells
+    return [*cells, f"{times['whole']:.2f}", f"{times['target']:.2f}", share(times["outside"], times["whole"])]
 
 
 def context(results: Any) -> Iterator[str]:
-    """Where a round's time goes at each length."""
-    yield from source(results["about"])
-    times = results["summary"]["times"]
-    methods = {"tree": "the drafter's", "set accuracy": "of set accuracy"}
-    parts = "whole", "target", "drafter", "head", "outside"
-    columns = "context", "drafts", "plain: ms a token", "tree: ms a round", "target", "drafter", "its head", "outside"
+    """Speed at each length, and where a round's time goes."""
+    yield from source(results["about"], seconds_of(results["runs"]))
+    runs = runs_by(results, "context")
+    times = {length: summarise(of_length) for length, of_length in runs.items()}
+    drafts = {"tree": "the drafter's", "set accuracy": "of set accuracy"}
+    columns = "context", "prompts", "drafts", "plain: ms a token", "tree: ms a round", "a round in plain steps"
+    together = {
+        (length, name): figures["together"] for length, methods in times.items() for name, figures in methods.items()
+    }
     yield from rows(
-        (*columns, "outside, share", "tokens per forward", "against plain", "a round in plain steps"),
+        (*columns, "tokens per forward", "against plain", "quartiles"),
+        (
+            (
+                length,
+                methods[method]["runs"],
+                label,
+                f"{together[length, 'plain']['round_ms']:.2f}",
+                f"{together[length, method]['round_ms']:.2f}",
+                f"{together[length, method]['round_ms'] / together[length, 'plain']['round_ms']:.2f}",
+                tokens_cell(methods[method]),
+                *speed_cells(methods[method])[1:],
+            )
+            for length, methods in times.items()
+            for method, label in drafts.items()
+        ),
+    )
+    yield from ("", "Medians of a round of a tree and of its parts, in ms:", "")
+    parts = "whole", "target", "drafter", "head", "outside"
+    yield from rows(
+        ("context", "drafts", "round", "target", "drafter", "its head", "outside", "outside, share"),
         (
             (
                 length,
                 label,
-                f"{of_length['plain']['round_ms']['whole']:.2f}",
-                *(f"{of_length[method]['round_ms'][part]:.2f}" for part in parts),
-                share(of_length[method]["round_ms"]["outside"], of_length[method]["round_ms"]["whole"]),
-                f"{of_length[method]['tokens_per_forward']:.2f}",
-                median(of_length[method]["against_plain"], unit="x"),
-                f"{of_length[method]['round_ms']['whole'] / of_length['plain']['round_ms']['whole']:.2f}",
+                *(f"{methods[method]['round_ms'][part]:.2f}" for part in parts),
+                share(methods[method]["round_ms"]["outside"], methods[method]["round_ms"]["whole"]),
             )
-            for length, of_length in times.items()
-            for method, label in methods.items()
+            for length, methods in times.items()
+            for method, label in drafts.items()
         ),
     )
     shortest, *_, longest = times
-    outside = [times[length]["tree"]["round_ms"]["outside"] for length in (longest, shortest)]
-    yield ""
-    yield f"Outside of the forwards, {longest} tokens take {outside[0] / outside[1]:.2f} times as long as {shortest}."
+    first, last = (times[length] for length in (shortest, longest))
+    outside = [last[method]["round_ms"]["outside"] / first[method]["round_ms"]["outside"] for method in drafts]
     short, long = results["summary"]["texts"]
-    ratios = [times[long][method]["against_plain"][1] / times[short][method]["against_plain"][1] for method in methods]
-    yield f"Against plain decoding, a tree is {ratios[0]:.2f} times as fast at {long} tokens as at {short};"
-    yield f"with drafts of set accuracy {ratios[1]:.2f} times."
+    speeds = [together[long, method]["against_plain"] / together[short, method]["against_plain"] for method in drafts]
+    yield ""
+    yield f"Outside of the forwards, rounds at {longest} tokens take {outside[0]:.2f} times as long as at {shortest},"
+    yield f"with drafts of set accuracy {outside[1]:.2f} times."
+    yield f"The speed against plain decoding is at {long} tokens {speeds[0]:.2f} times what it is at {short},"
+    yield f"with drafts of set accuracy {speeds[1]:.2f} times."
 
 
 def texts(results: Any) -> Iterator[str]:
@@ -162,15 +237,17 @@ def texts(results: Any) -> Iterator[str]:
 
 def compiled(results: Any) -> Iterator[str]:
     """Plain decoding and trees over dynamic, static and compiled static caches."""
-    yield from source(results["about"])
+    of_first_calls = [figures["first_call_seconds"] for figures in results["summary"].values()]
+    yield from source(results["about"], sum(of_first_calls) + seconds_of(results["runs"]))
     labels = {"plain": LABELS["plain"], "tree": f"tree of {results['about']['budget']} nodes"}
-    columns = "method", "tokens/s", "quartiles", "against plain", "tokens per forward", "ms a round"
+    columns = "method", "tokens/s", "against plain", "quartiles", "tokens per forward", "ms a round"
+    methods = summarise(results["runs"])
     yield from rows(
         (*columns, "first call, s", "graphs in it", "later"),
         (
             (
                 labels[way] + (f", {cache}" if cache else ""),
-                *(cell for place, cell in enumerate(method_cells((name, figures))) if place in (1, 2, 3, 4, 6)),
+                *(cell for place, cell in enumerate(method_cells((name, methods[name]))) if place in (1, 2, 3, 4, 6)),
                 f"{figures['first_call_seconds']:.1f}",
                 figures["graphs"],
                 figures["graphs_later"],
@@ -242,18 +319,27 @@ def quantized(results: Any) -> Iterator[str]:
 
 def assisted(results: Any) -> Iterator[str]:
     """Transformers' chain, ours and trees, for each pair."""
-    yield from source(results["about"])
+    yield from source(results["about"], seconds_of(results["runs"]))
     titles = {"oracle": "Qwen3, drafts for nothing", "native": "Muse Glimmer and its native DFlash drafter"}
-    columns = "method", "tokens/s", "quartiles", "against plain", "tokens per forward", "ms a round"
-    for pair, entry in results["summary"].items():
-        compared = {name: (median(of), spread(of)) for name, of in entry["against_transformers"].items()}
-
-        def cells(item: tuple[str, dict[str, Any]]) -> list[str]:
-            figures = method_cells(item)
-            return [*figures[:5], figures[6], *compared.get(item[0], ("", ""))]  # noqa: B023
-
-        yield from (f"**{titles[pair]}**", "")
-        yield from rows((*columns, "against Transformers' chain", "quartiles"), map(cells, entry["methods"].items()))
+    theirs = "Transformers' chain"
+    columns = "method", "tokens/s", "against plain", "quartiles", "tokens per forward", "ms a round"
+    for pair, runs in runs_by(results, "pair").items():
+        methods = summarise(runs)
+        yield from (f"**{titles[pair]}**: {amount(runs)}.", "")
+        yield from rows(
+            (*columns, f"against {theirs}", "quartiles"),
+            (
+                [
+                    *(cell for place, cell in enumerate(method_cells((name, figures))) if place in (0, 1, 2, 3, 4, 6)),
+                    *(
+                        ("", "")
+                        if name in ("plain", theirs)
+                        else (compared(methods, name, theirs), spread(against(runs, name, theirs)))
+                    ),
+                ]
+                for name, figures in methods.items()
+            ),
+        )
         yield ""
 
 
@@ -262,6 +348,7 @@ def tree_building(results: Any) -> Iterator[str]:
     yield from source(results["about"])
     columns = (
         "trees",
+        "logits times",
         "nodes",
         "depths",
         "candidates",
@@ -275,6 +362,7 @@ def tree_building(results: Any) -> Iterator[str]:
         (
             (
                 run["what"],
+                f"{run['scale']:g}",
                 *(run[name] for name in ("nodes", "depth", "top_k", "deepest")),
                 *(median(run[name], 3) if name in run else "" for name in ("candidates", "calibration", "build")),
                 spread(run["build"], 3),
@@ -289,15 +377,19 @@ def drafters(results: Any) -> Iterator[str]:
     """Each kind of drafter on each kind of text."""
     summary = results["summary"]
     texts = list(summary["plain"])
+    seconds: dict[tuple[str, str], float] = {}
+    for run in results["runs"]:
+        place = run["method"], run["text"]
+        seconds[place] = seconds.get(place, 0.0) + run["seconds"]
     columns = [column for text in texts for column in (f"{text}: tokens per forward", "speed")]
 
-    def cells(of_text: dict[str, Any]) -> Iterator[str]:
+    def cells(name: str) -> Iterator[str]:
         for text in texts:
-            entry = of_text.get(text)
-            yield "" if entry is None else f"{entry['tokens_per_forward']:.2f}"
-            yield "" if entry is None else f"{entry['speedup'][1]:.2f}x"
+            entry = summary[name].get(text)
+            yield "" if entry is None else tokens_cell(entry)
+            yield "" if entry is None else f"{seconds['plain', text] / seconds[name, text]:.2f}x"
 
-    yield from rows(["drafter", *columns], ([name, *cells(of_text)] for name, of_text in summary.items()))
+    yield from rows(["drafter", *columns], ([name, *cells(name)] for name in summary))
 
 
 def tree_probabilities(results: Any) -> Iterator[str]:
