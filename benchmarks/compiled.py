@@ -4,10 +4,9 @@
     python benchmarks/compiled.py --target demo --prompts 4 --output build/compiled_demo.json
 
 Two targets: `qwen3`, 57 million random weights with drafts that are right as often as they are told to be and cost
-nothing, and `demo`, the hybrid pair that ships, whose graphs take the compiler many minutes. Greedy, float32. For
-each prompt all methods run one after the other, in an order that rotates, and every output is compared with plain
-decoding's over a dynamic cache. Times are from the first token on. The first call of each method, which compiles, is
-timed apart.
+nothing, and `demo`, the hybrid pair that ships. Greedy, float32. For each prompt all methods run one after the other,
+in an order that rotates, and every output is compared with plain decoding's over a dynamic cache. Times are from the
+first token on. The first call of each method, which compiles, is timed apart.
 """
 
 from __future__ import annotations

@@ -81,6 +81,49 @@ def test_methods_rotate_and_are_compared() -> None:
     assert summary["plain"]["round_ms"] == {"whole": 8.0, "outside": 2.0}
 
 
+def made_up_runs(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Runs of 100 tokens on as many prompts as there are seconds, in 100 rounds of plain decoding and 20 of others."""
+    return [
+        {
+            "prompt": prompt,
+            "method": method,
+            "tokens": 100,
+            "rows": 1,
+            "rounds": 100 if method == "plain" else 20,
+            "seconds": of_prompt,
+            "round_ms": {"whole": 1.0, "target": 1.0, "outside": 0.0},
+            "identical": True,
+        }
+        for method, of_method in seconds.items()
+        for prompt, of_prompt in enumerate(of_method)
+    ]
+
+
+def test_speeds_of_all_prompts_follow_from_each_other() -> None:
+    """Most prompts are faster by chain, and all together by tree, as the slowest prompt is."""
+    seconds = {"plain": [4.0, 4.0, 4.0], "chain": [1.0, 1.0, 4.0], "tree:4": [1.25, 1.25, 1.5]}
+    found = script("auto_budget").conclude(
+        made_up_runs(seconds | {"auto": [1.0, 1.0, 2.0], "auto, first use": [2.0] * 3})
+    )
+    methods = found["methods"]
+    assert methods["chain"]["together"] == {"tokens_per_second": 50.0, "against_plain": 2.0, "round_ms": 100.0}
+    assert methods["tree:4"]["together"] == {"tokens_per_second": 75.0, "against_plain": 3.0, "round_ms": 66.667}
+    assert methods["chain"]["against_plain"][1] > methods["tree:4"]["against_plain"][1]
+    assert found["best_fixed"] == "tree:4" and found["auto_against_best"] == [1.0, 1.25, 1.25]
+    assert script("write_page").compared(methods, "auto", "chain") == "1.50"
+    for figures in methods.values():
+        of_all = figures["together"]
+        assert abs(1e3 * figures["tokens_per_forward"] / of_all["round_ms"] - of_all["tokens_per_second"]) < 0.01
+
+
+def test_the_amount_of_prompts_and_tokens_is_told() -> None:
+    amount, runs = script("write_page").amount, made_up_runs({"plain": [1.0, 1.0], "chain": [1.0, 1.0]})
+    assert amount(runs) == "2 prompts, 101 tokens each"
+    assert amount([run | {"rows": 4} for run in runs]) == "2 batches of 4 prompts, 26 tokens each"
+    short = [run | {"tokens": 100 if run["method"] == "plain" else 40} for run in runs if run["prompt"] == 0]
+    assert amount(short) == "1 prompt, 101 tokens each, 41 with fixed settings"
+
+
 def test_a_workload_is_added_to_the_file(results: Path) -> None:
     found = load(results, "auto_budget")
     assert list(found["summary"]) == ["code", "random drafter"]
@@ -141,8 +184,11 @@ def test_figures_are_those_of_the_file(results: Path) -> None:
     page = write_page.filled(PAGE, results)
     methods = load(results, "auto_budget")["summary"]["code"]["methods"]
     for name, label in (("chain", 'chain (`"dflash"`)'), ("tree:16", "tree of 16 nodes")):
-        speed, ratio = (methods[name][key][1] for key in ("tokens_per_second", "against_plain"))
-        assert f"| {label} | {speed:.1f} | {ratio:.2f}x | {methods[name]['tokens_per_forward']:.2f} |\n" in page
+        speed, ratio = (methods[name]["together"][key] for key in ("tokens_per_second", "against_plain"))
+        low, _, high = methods[name]["against_plain"]
+        tokens = methods[name]["tokens_per_forward"]
+        assert f"| {label} | {speed:.1f} | {ratio:.2f}x | {low:.2f} - {high:.2f} | {tokens:.2f} |\n" in page
+    assert "1 prompt, 6 tokens each" in page
     assert page.startswith("Before.\n<!-- figures: overview -->\n`python benchmarks/some.py --prompts 1`")
     assert page.endswith("|\n<!-- end of figures -->\nAfter {1}.\n") and "old" not in page
     assert write_page.filled(page, results) == page
