@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,12 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import dispatch
+from .budget import AutoBudget
 from .candidate_generators import drafter_kind
 from .compat import CACHE_KEY
 from .configuration import DDTreeConfig
 from .draft_tree import DraftTree
-from .drafters import check_checkpoint_fits
+from .drafters import check_checkpoint_fits, is_drafter_alone
 from .rows import CommittedRows
 from .support import check_target, first_changing_position, layer_types
 from .verification import FeatureRecorder, recording_past, verify
@@ -146,7 +148,7 @@ def check(
     model: str | os.PathLike[str] | PreTrainedConfig | PreTrainedModel,
     drafter: str | os.PathLike[str] | PreTrainedModel | None = None,
     *,
-    tree_budget: int = 16,
+    tree_budget: int | Literal["auto"] = "auto",
     context_length: int = 4096,
 ) -> CheckReport:
     """Says whether a target can be decoded by tree, what that needs, and whether a drafter fits it.
@@ -157,7 +159,8 @@ def check(
     Args:
         model: A repository of the Hub, a folder, a configuration, or a loaded model.
         drafter: A repository of the Hub, a folder, or a loaded drafter.
-        tree_budget: Most nodes drafted in a round, which the memory is for.
+        tree_budget: Most nodes drafted in a round, which the memory is for; `"auto"` stands for the most that
+            it drafts.
         context_length: Tokens in the cache, which the memory is for.
 
     Raises:
@@ -188,7 +191,8 @@ def check(
         layer_ids, found["drafter_fits"], found["drafter_reason"] = _fit(drafter, twin)
     try:
         check_target(model if isinstance(model, PreTrainedModel) else twin)
-        found["memory"] = _dry_run(twin, tree_budget + 1, context_length, layer_ids)
+        most_nodes = AutoBudget().most_nodes if tree_budget == "auto" else tree_budget
+        found["memory"] = _dry_run(twin, most_nodes + 1, context_length, layer_ids)
     except ValueError as error:
         return CheckReport(**found, reason=str(error))
     except Exception as error:  # what modelling code asks of tensors without values is not foreseeable
@@ -199,7 +203,7 @@ def check(
     lines = [] if is_loaded or auto_class is None else _loading_of(found, auto_class)
     if not isinstance(drafter, PreTrainedModel):
         lines.append(f"drafter = hf_ddtree.load_drafter({found['drafter'] or 'DRAFTER'!r}, target_model=model)")
-    knobs = f'generation_strategy="ddtree", tree_budget={tree_budget}'
+    knobs = f'generation_strategy="ddtree", tree_budget={json.dumps(tree_budget)}'
     lines.append(f"model.generate(**inputs, assistant_model=drafter, {knobs})")
     return CheckReport(**found, supported=True, call="\n".join(["import hf_ddtree", *lines]))
 
@@ -227,15 +231,21 @@ class _NotBuilt(Exception):
 
 
 def _config_of(model: Any) -> PreTrainedConfig:
-    if isinstance(model, PreTrainedConfig):
-        return model
-    if isinstance(model, PreTrainedModel):
-        return model.config
-    if not isinstance(model, str | os.PathLike):
+    if not isinstance(model, str | os.PathLike | PreTrainedConfig | PreTrainedModel):
         raise TypeError(
             "`model` must be a repository of the Hub, a folder, a configuration or a loaded model, but is a "
             f"`{type(model).__name__}`."
         )
+    if isinstance(model, str | os.PathLike):
+        raw_config, _ = PreTrainedConfig.get_config_dict(model)
+    else:
+        raw_config = (model.config if isinstance(model, PreTrainedModel) else model).to_dict()
+    if is_drafter_alone(raw_config):
+        raise _NotBuilt("It is a drafter. Name its target as the model, and it as the drafter.")
+    if isinstance(model, PreTrainedModel):
+        return model.config
+    if isinstance(model, PreTrainedConfig):
+        return model
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (ValueError, KeyError) as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -15,7 +16,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 from transformers.utils import logging
 
 import hf_ddtree
@@ -25,9 +33,27 @@ from .benchmark import compare as compare_reports
 from .benchmark.methods import NAMES
 from .demo import demo_folders, demo_prompts
 from .draft_tree import DraftTree
+from .drafters import is_drafter_alone
 from .visualize import draw_tree
 
 SEED = 0
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+# Values of `device_map` that are no devices.
+PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
+# What the command line calls the arguments that errors name.
+OPTIONS = {
+    "batch_size": "--batch-size",
+    "context_length": "--context-length",
+    "drafters": "--drafter",
+    "dtype": "--dtype",
+    "max_new_tokens": "--max-new-tokens",
+    "methods": "--method",
+    "model": "TARGET",
+    "output_dir": "--output",
+    "prompts": "--prompts",
+    "temperatures": "--temperature",
+    "tree_budget": "--tree-budget",
+}
 
 app = typer.Typer(help="Token-tree speculative decoding for Transformers.", no_args_is_help=True, add_completion=False)
 
@@ -36,6 +62,62 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"hf-ddtree {hf_ddtree.__version__}")
         raise typer.Exit()
+
+
+def _check_dtype(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}.")
+    return dtype
+
+
+def _check_device_map(device_map: str | None) -> str | None:
+    if device_map is not None and device_map not in PLACEMENTS:
+        try:
+            torch.empty(0, device=device_map)
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            raise typer.BadParameter(
+                f"{device_map!r} is neither {', '.join(PLACEMENTS)} nor a device of this machine, such as 'cpu': "
+                f"{_first_line(error)}"
+            ) from error
+    return device_map
+
+
+def _check_tree_budget(tree_budget: str) -> str:
+    if tree_budget != "auto" and not (tree_budget.isdecimal() and int(tree_budget) > 0):
+        raise typer.BadParameter(f"{tree_budget!r} is neither `auto` nor an integer of at least 1.")
+    return tree_budget
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _in_options(error: Exception) -> typer.BadParameter:
+    """An error for people at the command line, who know options."""
+    named = re.sub(r"`(\w+)`", lambda found: f"`{OPTIONS.get(found[1], found[1])}`", str(error))
+    return typer.BadParameter(named)
+
+
+def _look_up(role: str, name: str, option: str) -> None:
+    """Checks that there is a target or drafter of this name, and that a target is no drafter."""
+    if name == "mtp":
+        return
+    try:
+        raw_config, _ = PreTrainedConfig.get_config_dict(name)
+    except (OSError, ValueError) as error:
+        if Path(name).is_dir():
+            reason = f"has a config.json that cannot be read: {_first_line(error)}"
+        elif Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1:
+            reason = "does not exist."
+        else:
+            reason = f"is no folder, nor a repository that could be had from the Hub: {_first_line(error)}"
+        raise typer.BadParameter(f"The {role} {name!r} {reason}", param_hint=option) from error
+    if not raw_config:
+        raise typer.BadParameter(f"The {role} {name!r} has no config.json.", param_hint=option)
+    if role == "target" and is_drafter_alone(raw_config):
+        raise typer.BadParameter(
+            f"{name!r} is a drafter. Name its target first, and it as `--drafter`.", param_hint=option
+        )
 
 
 @app.callback()
@@ -96,9 +178,11 @@ def demo(
 
 @app.command()
 def check(
-    model: Annotated[str, typer.Argument(help="The target: a repository of the Hub or a folder.")],
+    target: Annotated[str, typer.Argument(help="A repository of the Hub, a folder, or `demo`.")],
     drafter: Annotated[str | None, typer.Option(help="A drafter: a repository of the Hub or a folder.")] = None,
-    tree_budget: Annotated[int, typer.Option(min=1, help="Most nodes drafted in a round.")] = 16,
+    tree_budget: Annotated[
+        str, typer.Option(callback=_check_tree_budget, help="Most nodes drafted in a round, or `auto`.")
+    ] = "auto",
     context_length: Annotated[int, typer.Option(min=1, help="Tokens in the cache.")] = 4096,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
 ) -> None:
@@ -107,15 +191,22 @@ def check(
     The exit status is 1 if the model is not supported or the drafter does not fit.
     """
     logging.set_verbosity_error()
+    if target == "demo":
+        target, shipped = demo_folders()
+        drafter = drafter or shipped
+    _look_up("target", target, "TARGET")
+    if drafter is not None:
+        _look_up("drafter", drafter, "--drafter")
+    budget: int | Literal["auto"] = "auto" if tree_budget == "auto" else int(tree_budget)
     try:
-        report = hf_ddtree.check(model, drafter, tree_budget=tree_budget, context_length=context_length)
+        report = hf_ddtree.check(target, drafter, tree_budget=budget, context_length=context_length)
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise _in_options(error) from error
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
         console = Console(highlight=False)
-        console.print(_report_table(report))
+        console.print(_report_table(report, tree_budget == "auto"))
         if report.call is not None:
             console.print(Text(f"\n{report.call}"), soft_wrap=True)
     if not report.supported or report.drafter_fits is False:
@@ -124,7 +215,7 @@ def check(
 
 @app.command()
 def bench(
-    model: Annotated[str, typer.Argument(help="The target: a repository of the Hub, a folder, or `demo`.")] = "demo",
+    target: Annotated[str, typer.Argument(help="A repository of the Hub, a folder, or `demo`.")] = "demo",
     drafter: Annotated[
         list[str] | None, typer.Option(help="A drafter: a repository of the Hub or a folder. May be repeated.")
     ] = None,
@@ -138,11 +229,16 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are decoded together.")] = 1,
     temperature: Annotated[list[float], typer.Option(min=0, help="0 for greedy decoding. May be repeated.")] = [0.0],  # noqa: B006
-    dtype: Annotated[str, typer.Option(help="Of the target.")] = "auto",
-    device_map: Annotated[str | None, typer.Option(help="Where to put the target, such as `auto` or `cuda`.")] = None,
+    dtype: Annotated[str, typer.Option(callback=_check_dtype, help=f"Of the target: {', '.join(DTYPES)}.")] = "auto",
+    device_map: Annotated[
+        str | None,
+        typer.Option(callback=_check_device_map, help="Where to put the target, such as `auto` or `cuda`."),
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="A folder for every run, report.json and report.png. Goes on with what is there."),
+        typer.Option(
+            file_okay=False, help="A folder for every run, report.json and report.png. Goes on with what is there."
+        ),
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Measure nothing, but show the changes between two report.json.")
@@ -160,7 +256,7 @@ def bench(
         if compare is not None:
             console.print(compare_reports(*map(Report.load, compare)))
             return
-        target, tokenizer, drafters, texts = _load_for_bench(model, drafter or [], prompts, limit, dtype, device_map)
+        model, tokenizer, drafters, texts = _load_for_bench(target, drafter or [], prompts, limit, dtype, device_map)
         methods = make_methods(method, drafters)
         with Progress(console=Console(stderr=True)) as progress:
 
@@ -173,7 +269,7 @@ def bench(
                     console.print(Text(f"All {total} runs are in {output} already."), soft_wrap=True)
 
             report = benchmark(
-                target,
+                model,
                 tokenizer,
                 texts,
                 methods,
@@ -191,7 +287,7 @@ def bench(
         )
         raise typer.Exit(code=130) from None
     except (ImportError, OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise _in_options(error) from error
     # Of several processes the last one to end reports on all.
     if output is None or (output / "report.json").exists():
         where = "" if output is None else f"; results in {output}"
@@ -205,29 +301,32 @@ def bench(
         else:
             console.print("No report.png is drawn, as matplotlib is not installed.")
     differing = [entry.label for entry in report.summaries() if entry.differs]
-    if differing and target.dtype == torch.float32:
+    if differing and model.dtype == torch.float32:
         console.print(f"[bold red]Not identical[/] to plain decoding: {', '.join(differing)}.")
         raise typer.Exit(code=1)
 
 
 def _load_for_bench(
-    model: str, drafters: list[str], prompts: str | None, limit: int, dtype: str, device_map: str | None
+    target: str, drafters: list[str], prompts: str | None, limit: int, dtype: str, device_map: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, PreTrainedModel], list[str]]:
-    is_demo = model == "demo"
+    is_demo = target == "demo"
     if is_demo:
-        model, shipped = demo_folders()
+        target, shipped = demo_folders()
         drafters = [shipped, *drafters]
         dtype = "float32" if dtype == "auto" else dtype
+    _look_up("target", target, "TARGET")
+    for name in drafters:
+        _look_up("drafter", name, "--drafter")
     if prompts is not None:
         texts = load_prompts(prompts, limit)
     elif is_demo:
         texts = [entry["prompt"] for entry in demo_prompts()[:limit]]
     else:
-        raise ValueError("`--prompts` is missing: only the pair that ships has prompts of its own.")
-    target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device_map)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    loaded = {label: hf_ddtree.load_drafter(name, target_model=target) for label, name in _labels(drafters).items()}
-    return target, tokenizer, loaded, texts
+        raise ValueError("`--prompts` is missing: only the target `demo` has prompts of its own.")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    loaded = {label: hf_ddtree.load_drafter(name, target_model=model) for label, name in _labels(drafters).items()}
+    return model, tokenizer, loaded, texts
 
 
 def _labels(names: list[str]) -> dict[str, str]:
@@ -239,7 +338,7 @@ def _labels(names: list[str]) -> dict[str, str]:
     return labels
 
 
-def _report_table(report: hf_ddtree.CheckReport) -> Table:
+def _report_table(report: hf_ddtree.CheckReport, is_auto: bool) -> Table:
     table = Table("", report.model, show_lines=True)
     verdict = Text("supported", style="bold green") if report.supported else Text("not supported", style="bold red")
     table.add_row("tree decoding", verdict if report.reason is None else verdict + Text(f": {report.reason}"))
@@ -249,10 +348,11 @@ def _report_table(report: hf_ddtree.CheckReport) -> Table:
     table.add_row("attn_implementation", report.attn_implementation)
     if report.memory is not None:
         memory = asdict(report.memory)
-        where = f"{memory.pop('nodes')} nodes behind {memory.pop('context_length')} tokens"
+        most = ", the most of `auto`," if is_auto else ""
+        where = f"{memory.pop('nodes')} nodes{most} behind {memory.pop('context_length')} tokens:"
         parts = [f"{size / 2**20:9.2f} MiB  {name.replace('_', ' ')}" for name, size in memory.items() if size]
-        total = f"{report.memory.total / 2**20:9.2f} MiB  for {where}, {report.memory.per_node / 2**10:.1f} KiB a node"
-        table.add_row("memory of a tree", "\n".join([*parts, total]))
+        total = f"{report.memory.total / 2**20:9.2f} MiB  in all, {report.memory.per_node / 2**10:.1f} KiB a node"
+        table.add_row("memory of a tree", "\n".join([where, *parts, total]))
     if report.drafter is not None:
         fit = {True: "fits", False: "does not fit", None: "not known"}[report.drafter_fits]
         reason = "" if report.drafter_reason is None else f": {report.drafter_reason}"

@@ -17,7 +17,7 @@ import pytest
 import torch
 from native_pair import make_native_drafter, make_native_target
 from rich.console import Console
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from typer.testing import CliRunner
 
 import hf_ddtree
@@ -56,7 +56,7 @@ def test_every_method_runs_on_every_batch_and_is_compared(demo: tuple[Any, Any, 
     sampled = report.summaries()[len(names) :]
     # The last batch has a single row.
     assert all(entry.identical == entry.compared == 1 < entry.runs for entry in sampled)
-    assert "tokens were not compared" in " ".join(str(report.table().caption).split())
+    assert "not compared: several rows that sample make a seed's" in str(report.table().caption)
     assert counts == [(done, 20) for done in range(21)]
     assert {(run["temperature"], run["batch"], run["method"]) for run in report.runs} == {
         (temperature, batch, name) for temperature in (0.0, 0.7) for batch in (0, 1) for name in names
@@ -159,14 +159,14 @@ def test_it_goes_on_where_it_was_stopped(demo: tuple[Any, Any, Any], tmp_path: P
         file.write("\n" + json.dumps(wrong))
     report = measure(demo, methods, output_dir=tmp_path)
     assert [run["batch"] for run in report.runs if run["identical"] is False] == [1]
-    with pytest.raises(ValueError, match="other settings \\(max_new_tokens\\)"):
+    with pytest.raises(ValueError, match="other settings \\(`max_new_tokens`\\)"):
         measure(demo, methods, output_dir=tmp_path, max_new_tokens=NEW_TOKENS + 1)
     drafter = copy.copy(demo[1])
     drafter.config = copy.copy(drafter.config)
     drafter.config.name_or_path = "another"
-    with pytest.raises(ValueError, match="other settings \\(drafters\\)"):
+    with pytest.raises(ValueError, match="other settings \\(`drafters`\\)"):
         measure(demo, make_methods(["tree:4"], {"shipped": drafter}), output_dir=tmp_path)
-    with pytest.raises(ValueError, match="other settings \\(prompts_digest\\)"):
+    with pytest.raises(ValueError, match="other settings \\(`prompts`\\)"):
         benchmark(demo[0], demo[2], ["a", "b", "c"], methods, max_new_tokens=NEW_TOKENS, output_dir=tmp_path)
 
 
@@ -322,10 +322,78 @@ def test_prompts_from_files(tmp_path: Path) -> None:
         load_prompts("gsm9k", 9)
 
 
-@pytest.mark.parametrize("name", ["tree", "tree:0", "tree:x", "fast", "lookup+fast", "auto:3"])
+@pytest.mark.parametrize("name", ["tree", "tree:0", "spine:x", "lookup+tree:-1"])
+def test_nodes_are_at_least_one(name: str) -> None:
+    kind = name.partition(":")[0].removeprefix("lookup+")
+    with pytest.raises(ValueError, match=f"its NODES must be an integer of at least 1, as in '{kind}:16'"):
+        make_methods([name], {"drafter": object()})
+
+
+@pytest.mark.parametrize("name", ["fast", "lookup+fast", "auto:3"])
 def test_unknown_methods_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="`methods` has .* must hold names from: plain"):
         make_methods([name], {"drafter": object()})
+
+
+def test_assisted_decoding_is_named_only_where_it_sampled() -> None:
+    report = report_of({"plain": [1.0], "assisted": [1.0]})
+    assert report.table().caption is None
+    for rows, reason in ((1, "assisted decoding"), (2, "several rows that sample")):
+        for run in report.runs:
+            run |= {"temperature": 0.5, "rows": rows, "identical": None}
+        assert f"not compared: {reason} make" in str(report.table().caption)
+
+
+def said(*arguments: str) -> str:
+    """What the command says of wrong arguments, on a line."""
+    result = CliRunner().invoke(app, [*arguments], env={"COLUMNS": "100"})
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    return " ".join(result.output.replace("│", "").split())
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--dtype", "flot"], "for '--dtype': 'flot' is none of auto, float32, bfloat16"),
+        (
+            ["--device-map", "gpu"],
+            "for '--device-map': 'gpu' is neither auto, balanced, balanced_low_0, sequential nor",
+        ),
+        (["--device-map", "cuda:99"], "for '--device-map': 'cuda:99' is neither"),
+        (["--method", "fast"], "`--method` has 'fast'"),
+        (["--method", "tree:0"], "`--method` has 'tree:0', but its NODES must be"),
+        (["--prompts", "gsm9k"], "`--prompts` is 'gsm9k'"),
+        (["/no/such/folder"], "for TARGET: The target '/no/such/folder' does not exist."),
+        (["./such"], "for TARGET: The target './such' does not exist."),
+        ([demo_folders()[1]], "is a drafter. Name its target first"),
+        ([demo_folders()[0]], "`--prompts` is missing: only the target `demo`"),
+        (["--drafter", "a/b/c"], "for --drafter: The drafter 'a/b/c' does not exist."),
+        (
+            ["--drafter", "no/such"],
+            "The drafter 'no/such' is no folder, nor a repository that could be had from the Hub",
+        ),
+        (["--output", __file__], "for '--output'"),
+    ],
+)
+def test_the_command_names_the_options_that_are_wrong(arguments: list[str], expected: str, monkeypatch: Any) -> None:
+    def offline(name: str) -> None:
+        raise OSError(f"{name} cannot be reached")
+
+    if "no/such" in arguments:
+        look_up = PreTrainedConfig.get_config_dict
+        monkeypatch.setattr(
+            PreTrainedConfig, "get_config_dict", lambda name: offline(name) if name == "no/such" else look_up(name)
+        )
+    assert expected in said("bench", *arguments)
+
+
+def test_a_folder_without_a_configuration_or_of_other_settings(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    assert "has no config.json" in said("bench", str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json that cannot be read" in said("bench", str(tmp_path))
+    assert "`--output` is" in (of_others := said("bench", "--limit", "1", "--output", str(tmp_path)))
+    assert "`--drafter`" in of_others and "`--max-new-tokens`" in of_others
 
 
 def test_methods_whose_draws_are_those_of_plain_decoding(demo: tuple[Any, Any, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import re
 from functools import cache
 from pathlib import Path
 
@@ -216,8 +217,12 @@ def test_drafters(tmp_path):
     assert "load_drafter" not in report.call and "from_pretrained('LlamaConfig'" in report.call
     report = hf_ddtree.check(make_model("llama", "sdpa"), loaded)
     assert report.call.splitlines()[1:] == [
-        'model.generate(**inputs, assistant_model=drafter, generation_strategy="ddtree", tree_budget=16)'
+        'model.generate(**inputs, assistant_model=drafter, generation_strategy="ddtree", tree_budget="auto")'
     ]
+
+    for drafter in (PAIR / "drafter", loaded, config):
+        report = hf_ddtree.check(drafter)
+        assert not report.supported and report.reason.startswith("It is a drafter.")
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
     report = hf_ddtree.check(target, tmp_path)
@@ -279,10 +284,10 @@ def test_no_weights_are_read_and_none_are_made(monkeypatch):
 
 
 class TestCommand:
-    def run(self, *arguments):
+    def run(self, *arguments, columns=120):
         before = logging.getLogger("transformers").level
         try:
-            return CliRunner().invoke(app, ["check", *map(str, arguments)], env={"COLUMNS": "120"})
+            return CliRunner().invoke(app, ["check", *map(str, arguments)], env={"COLUMNS": str(columns)})
         finally:
             logging.getLogger("transformers").setLevel(before)
 
@@ -311,4 +316,28 @@ class TestCommand:
 
     def test_nothing_there(self, tmp_path):
         result = self.run(tmp_path / "missing")
-        assert result.exit_code == 2
+        assert result.exit_code == 2 and "Invalid value for TARGET" in result.output
+        result = self.run("demo", "--drafter", tmp_path / "missing")
+        assert result.exit_code == 2 and "Invalid value for --drafter" in result.output
+
+    def test_a_drafter_in_place_of_a_target(self, tmp_path):
+        result = self.run(PAIR / "drafter")
+        assert result.exit_code == 2 and "is a drafter. Name its target first" in " ".join(result.output.split())
+        # As z-lab publishes them, with the type of the target's family.
+        config = json.loads((CONFIGS / "Qwen3-8B.json").read_text()) | {"architectures": ["DFlashDraftModel"]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert self.run(tmp_path).exit_code == 2
+
+    @pytest.mark.parametrize("arguments, nodes", [([], "65 nodes, the most of `auto`,"), (["16"], "17 nodes behind")])
+    def test_the_demo(self, arguments, nodes):
+        result = self.run("demo", *(["--tree-budget", *arguments] if arguments else []), columns=80)
+        assert result.exit_code == 0, result.output
+        assert nodes in result.output and f"{PAIR / 'drafter'}" in result.output.replace("\n", "")
+        assert re.search(r"\d MiB  in all, [\d.]+ KiB a node +│", result.output)
+        budget = arguments[0] if arguments else '"auto"'
+        assert f"tree_budget={budget})" in result.output
+
+    @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])
+    def test_budgets_that_are_none(self, value):
+        result = self.run("demo", f"--tree-budget={value}")
+        assert result.exit_code == 2 and "Invalid value for '--tree-budget'" in result.output

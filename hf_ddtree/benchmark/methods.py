@@ -91,6 +91,8 @@ def _arguments(name: str) -> dict[str, Any]:
         "auto": {"generation_strategy": "ddtree", "tree_budget": "auto"},
         "lookup": {"generation_strategy": "ddtree", "tree_lookup": True},
     }
+    if kind in ("tree", "spine"):
+        raise ValueError(f"`methods` has {name!r}, but its NODES must be an integer of at least 1, as in '{kind}:16'.")
     if name not in known:
         raise ValueError(f"`methods` has {name!r}, but must hold names from: {NAMES}.")
     return known[name]

@@ -163,10 +163,17 @@ class Report:
             if entry.round_ms is not None:
                 cells += [f"{entry.tokens_per_forward:.2f}", f"{sum(entry.round_ms.values()):.1f}"]
             table.add_row(*cells)
-        if any(run["identical"] is None and run["temperature"] and "refused" not in run for run in self.runs):
+        not_compared = [
+            run["rows"]
+            for run in self.runs
+            if run["identical"] is None and run["temperature"] and "refused" not in run
+        ]
+        reasons = ["several rows that sample"] if max(not_compared, default=0) > 1 else []
+        reasons += ["assisted decoding"] if min(not_compared, default=2) == 1 else []
+        if reasons:
             notes.append(
-                "Where `same` counts fewer runs, tokens were not compared: several rows that sample, and assisted "
-                "decoding, make a seed's draws in another order. The distribution is the same."
+                f"Where `same` counts fewer runs, tokens were not compared: {' and '.join(reasons)} make a seed's "
+                "draws in another order. The distribution is the same."
             )
         return _noted(table, notes)
 

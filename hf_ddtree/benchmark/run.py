@@ -205,11 +205,12 @@ class RunLog:
         settings_file = self._folder / "settings.json"
         if settings_file.exists():
             there = json.loads(settings_file.read_text())
-            different = sorted(name for name in settings if there.get(name) != settings[name])
-            if different:
+            names = [name.removesuffix("_digest") for name in settings if there.get(name) != settings[name]]
+            if names:
+                different = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
                 raise ValueError(
-                    f"`output_dir` is {str(folder)!r}, which holds a benchmark with other settings "
-                    f"({', '.join(different)}). Choose another folder, or delete it."
+                    f"`output_dir` is {str(folder)!r}, which holds a benchmark with other settings ({different}). "
+                    "Choose another folder, or delete it."
                 )
         else:
             partial = settings_file.with_suffix(f".{rank}")

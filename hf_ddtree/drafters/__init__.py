@@ -2,7 +2,7 @@
 
 from .dflash import DFlashConfig, DFlashContextCache, DFlashDraftModel
 from .dflash2 import DFlash2Config, DFlash2DraftModel
-from .loading import check_checkpoint_fits, check_drafter_fits, load_drafter
+from .loading import check_checkpoint_fits, check_drafter_fits, is_drafter_alone, load_drafter
 from .native import is_native, view_native
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "DFlashDraftModel",
     "check_checkpoint_fits",
     "check_drafter_fits",
+    "is_drafter_alone",
     "is_native",
     "load_drafter",
     "view_native",

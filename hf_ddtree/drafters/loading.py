@@ -111,6 +111,11 @@ def format_of(path_or_repo_id: str | os.PathLike[str], raw_config: dict[str, Any
     )
 
 
+def is_drafter_alone(raw_config: dict[str, Any]) -> bool:
+    """Whether a checkpoint with this `config.json` is a drafter and can be nothing else, such as a target."""
+    return raw_config.get("model_type") in NATIVE_MODEL_TYPES or _is_dflash(raw_config)
+
+
 class CheckpointFormat(NamedTuple):
     """A format that drafters come in.
 
