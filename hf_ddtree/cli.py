@@ -241,7 +241,8 @@ def bench(
         ),
     ] = None,
     compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Measure nothing, but show the changes between two report.json.")
+        tuple[Path, Path] | None,
+        typer.Option(help="Measure nothing, but show the changes between two folders of `--output` or reports."),
     ] = None,
 ) -> None:
     """Measure methods of decoding on the same prompts, and compare their tokens with plain decoding's.

@@ -274,15 +274,45 @@ def test_compare(tmp_path: Path) -> None:
     report_of({"plain": [1.0] * 3, "tree:8": [0.5] * 3}).save(tmp_path / "a.json")
     report_of({"plain": [1.0] * 3, "tree:8": [0.4] * 3, "new": [0.1] * 3}).save(tmp_path / "b.json")
     table = compare(Report.load(tmp_path / "a.json"), Report.load(tmp_path / "b.json"))
-    assert list(table.columns[0].cells) == ["plain", "tree:8"] and list(table.columns[3].cells) == ["+0.0%", "+25.0%"]
+    assert list(table.columns[0].cells) == ["plain", "tree:8"] and [str(cell) for cell in table.columns[3].cells] == [
+        "+0.0%",
+        "+25.0%",
+    ]
+    assert list(table.columns[4].cells) == ["0/3", "3/3"] and list(table.columns[5].cells) == ["1", "0.2"]
     assert str(table.caption) == "new is only in the report after."
     back = compare(Report.load(tmp_path / "b.json"), Report.load(tmp_path / "a.json"))
     assert str(back.caption) == "new is only in the report before."
     paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
     assert "+25.0%" in CliRunner().invoke(app, ["bench", "--compare", *paths]).output
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        shutil.copy(tmp_path / f"{name}.json", tmp_path / name / "report.json")
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert "+25.0%" in CliRunner().invoke(app, ["bench", "--compare", *folders]).output
+    assert "There is no report" in said("bench", "--compare", paths[0], str(tmp_path / "missing"))
+    (tmp_path / "b" / "report.json").rename(tmp_path / "b" / "runs-0.jsonl")
+    assert "The benchmark is not finished: its command goes on" in said("bench", "--compare", *folders)
     (tmp_path / "c.json").write_text("{}")
     refused = CliRunner().invoke(app, ["bench", "--compare", paths[0], str(tmp_path / "c.json")])
     assert refused.exit_code == 2 and "of a benchmark" in " ".join(refused.output.split())
+
+
+def test_changes_are_of_the_same_prompts() -> None:
+    """What is slow on every prompt is told from noise, however much the prompts themselves differ."""
+    seconds = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    before, after = report_of({"plain": seconds}), report_of({"plain": [1.25 * value for value in seconds[:-1]]})
+    after.runs[0]["seconds"] = 1.6
+    table = compare(before, after)
+    assert str(list(table.columns[3].cells)[0]) == "-20.0%"
+    assert list(table.columns[4].cells) == ["0/5"] and list(table.columns[5].cells) == ["0.06"]
+    for run, value in zip(after.runs, (1.6, 1.0, 4.0, 10.0, 20.0)):
+        run["seconds"] = value
+    table = compare(before, after)
+    assert str(list(table.columns[3].cells)[0]) == "-20.0%\n-20.0% .. +0.0%"
+    assert list(table.columns[4].cells) == ["1/5"]
+    console = Console(width=200, file=StringIO())
+    console.print(table)
+    assert max(map(len, console.file.getvalue().splitlines())) <= 80
 
 
 def test_compare_tells_what_differs() -> None:

@@ -204,16 +204,22 @@ class Report:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
-        """Reads what `save` wrote.
+        """Reads what `save` wrote, from the file or the `report.json` in a folder.
 
         Raises:
+            FileNotFoundError: If there is none.
             ValueError: If the file holds something else.
         """
+        file = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
+        if not file.is_file():
+            there = sorted(file.parent.glob("runs-*.jsonl"))
+            advice = "The benchmark is not finished: its command goes on with it." if there else "Measure it first."
+            raise FileNotFoundError(f"There is no report {str(file)!r}. {advice}")
         try:
-            content = json.loads(Path(path).read_text())
+            content = json.loads(file.read_text())
             return cls(content["about"], content["runs"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{str(path)!r} is no report of a benchmark: {error!r}.") from error
+            raise ValueError(f"{str(file)!r} is no report of a benchmark: {error!r}.") from error
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the speed of every method, and how many tokens its rounds emitted.
@@ -249,7 +255,8 @@ class Report:
 def compare(before: Report, after: Report) -> Table:
     """A table of what became faster or slower between two reports, method by method.
 
-    Below it stands what else differs, and which methods are in one report alone.
+    Changes are of the speeds on the same batch of prompts. Below the table stands what else differs, and which methods
+    are in one report alone.
 
     Raises:
         ValueError: If the reports are of other prompts, batches or lengths, so that speeds cannot be compared.
@@ -262,7 +269,17 @@ def compare(before: Report, after: Report) -> Table:
         )
     notes = _differences(settings, new_settings, SETTINGS_TO_TELL)
     notes += _differences(before.about["machine"], after.about["machine"], list(before.about["machine"]))
-    columns = ("method", "tokens/s\nbefore", "after", "change", "tokens/\nforward\nbefore", "after", "same\nafter")
+    columns = (
+        "method",
+        "tokens/s\nbefore",
+        "after",
+        "change",
+        "faster\non",
+        "p",
+        "tokens/\nforward\nbefore",
+        "after",
+        "same\nafter",
+    )
     table = _table(*columns)
     old = {(entry.method, entry.temperature): entry for entry in before.summaries()}
     new = {(entry.method, entry.temperature): entry for entry in after.summaries()}
@@ -271,7 +288,8 @@ def compare(before: Report, after: Report) -> Table:
         if previous is None:
             notes.append(f"{entry.label} is only in the report after.")
             continue
-        if previous.tokens_per_second is None or entry.tokens_per_second is None:
+        ratios = _ratios(before, after, entry)
+        if previous.tokens_per_second is None or entry.tokens_per_second is None or not ratios:
             notes.append(f"{entry.label}: {entry.refused or previous.refused}")
             continue
         was, now = previous.tokens_per_second[1], entry.tokens_per_second[1]
@@ -279,10 +297,26 @@ def compare(before: Report, after: Report) -> Table:
             "" if value is None else f"{value:.2f}"
             for value in (previous.tokens_per_forward, entry.tokens_per_forward)
         ]
-        cells = [entry.label, f"{was:.1f}", f"{now:.1f}", f"{now / was - 1:+.1%}", *forwards]
+        faster, slower = sum(ratio > 1 for ratio in ratios), sum(ratio < 1 for ratio in ratios)
+        cells: list[str | Text] = [entry.label, _speed(was), _speed(now)]
+        cells += [_with_quartiles(_quartiles(ratios), _change, dash=" .. "), f"{faster}/{len(ratios)}"]
+        cells += [f"{sign_test(faster, slower):.1g}", *forwards]
         table.add_row(*cells, f"{entry.identical}/{entry.compared}" if entry.compared else "")
     notes += [f"{old[key].label} is only in the report before." for key in old if key not in new]
     return _noted(table, notes)
+
+
+def _ratios(before: Report, after: Report, entry: Summary) -> list[float]:
+    """Speed after over speed before, on each batch that both have."""
+    old, new = (
+        {
+            run["batch"]: run["tokens"] / run["seconds"]
+            for run in report.runs
+            if _is_of(run, entry) and run.get("tokens")
+        }
+        for report in (before, after)
+    )
+    return [new[batch] / old[batch] for batch in sorted(old.keys() & new.keys())]
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any], names: Sequence[str]) -> list[str]:
@@ -317,11 +351,11 @@ def _noted(table: Table, notes: Sequence[str]) -> Table:
     return table
 
 
-def _with_quartiles(quartiles: tuple[float, float, float], style: Callable[[float], str]) -> Text:
+def _with_quartiles(quartiles: tuple[float, float, float], style: Callable[[float], str], dash: str = "-") -> Text:
     """The median, and below it the first and third quartile if they differ."""
     low, median, high = quartiles
     text = Text(style(median))
-    return text if low == high else text.append(f"\n{style(low)}-{style(high)}", style="dim")
+    return text if low == high else text.append(f"\n{style(low)}{dash}{style(high)}", style="dim")
 
 
 def _bars(counts: dict[int, int]) -> str:
@@ -336,6 +370,10 @@ def _bars(counts: dict[int, int]) -> str:
 
 def _speed(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _change(ratio: float) -> str:
+    return f"{ratio - 1:+.1%}"
 
 
 def _ratio(value: float) -> str:
