@@ -3,8 +3,9 @@
     accelerate launch --num_processes 2 examples/data_parallel.py prompts.jsonl completions.jsonl
     torchrun --nproc-per-node 2 examples/data_parallel.py prompts.jsonl completions.jsonl  # on a CPU as well
 
-Every line of the input has a `prompt`; the output has the same lines in the same order, and a `completion` in each. A
-run that was interrupted goes on where it stopped, with any number of processes.
+Every line of the input has its prompt under `prompt`, `text`, `question` or `turns`; the output has the same lines in
+the same order, and a `completion` in each. A run that was interrupted goes on where it stopped, with any number of
+processes.
 """
 
 import json
@@ -16,8 +17,13 @@ import typer
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 import hf_ddtree
+from hf_ddtree.benchmark import prompt_of
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 
 
 def main(
@@ -36,7 +42,8 @@ def main(
         tokenizer = AutoTokenizer.from_pretrained(target)
         draft_model = hf_ddtree.load_drafter(drafter, target_model=model)
 
-    lines = [json.loads(line) for line in prompts.read_text().splitlines()]
+    lines = [json.loads(line) for line in prompts.read_text().splitlines() if line.strip()]
+    texts = [prompt_of(line) for line in lines]
     parts = sorted(completions.parent.glob(f"{completions.name}.part*"))
     done = {json.loads(line)["line"] for part in parts for line in part.read_text().splitlines()}
     left = [number for number in range(len(lines)) if number not in done]
@@ -45,7 +52,7 @@ def main(
     lengths: list[int] = []
     with own_part.open("a") as file:
         for number in left[state.process_index :: state.num_processes]:
-            inputs = tokenizer(lines[number]["prompt"], return_tensors="pt").to(state.device)
+            inputs = tokenizer(texts[number], return_tensors="pt").to(state.device)
             output = model.generate(
                 **inputs,
                 max_new_tokens=max_new_tokens,
@@ -69,7 +76,8 @@ def main(
         completions.write_text("".join(json.dumps(line) + "\n" for line in lines))
         for part in parts:
             part.unlink()
-        print(f"{len(left)} of {len(lines)} prompts were left, {state.num_processes} processes took them.")
+        taken_by = "1 process" if state.num_processes == 1 else f"{state.num_processes} processes"
+        print(f"{len(left)} of {len(lines)} prompts were left, {taken_by} took them.")
         if lengths:
             print(f"{sum(lengths) / len(lengths):.2f} tokens per forward of the target")
     state.destroy_process_group()

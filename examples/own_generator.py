@@ -4,9 +4,13 @@ from collections import Counter, defaultdict
 
 import rich
 import torch
+from transformers.utils import logging
 
 import hf_ddtree
 from hf_ddtree.visualize import draw_tree
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 
 
 class BigramTreeCandidateGenerator(hf_ddtree.TreeCandidateGenerator):

@@ -3,8 +3,12 @@
 import time
 
 import torch
+from transformers.utils import logging
 
 import hf_ddtree
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 
 model, drafter, tokenizer = hf_ddtree.load_demo()
 inputs = tokenizer("def read_lines(path):\n", return_tensors="pt")

@@ -9,6 +9,7 @@ decoding is counted beforehand, and kept free by `max_memory`.
 """
 
 import tempfile
+from logging import getLogger
 from typing import Annotated
 
 import torch
@@ -16,9 +17,15 @@ import typer
 from accelerate import infer_auto_device_map, init_empty_weights
 from accelerate.utils import compute_module_sizes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen3_5TextConfig
+from transformers.utils import logging
 
 import hf_ddtree
 from hf_ddtree.placement import execution_device
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+# Would warn of each GPU in the plan that is not there.
+getLogger("accelerate.utils.modeling").setLevel("ERROR")
 
 GB = 1e9
 PROMPT_AT_ONCE = 2048
@@ -111,6 +118,9 @@ def plan(
         print(f"together {show(total)} of {show(room)}")
         if total > room:
             raise SystemExit(f"Device {device} has too little memory. Choose a smaller context.")
+    for device in dict.fromkeys(where for where in device_map.values() if where not in capacity):
+        moved = sum(sizes[name] for name, where in device_map.items() if where == device)
+        print(f"{device}: weights {show(moved)}")
     return max_memory, device_map
 
 
@@ -168,15 +178,15 @@ def decode(model, draft_model, tokenizer, prompt: str, budget: int) -> torch.Ten
 
 def run_on_cpu_and_disk(prompt: str) -> None:
     """Plans with the CPU's memory so small that half of the shipped target has to go to the disk, and decodes."""
-    whole, _, tokenizer = hf_ddtree.load_demo()
-    weights = sum(parameter.nbytes for parameter in whole.parameters())
-    _, device_map = plan(whole.config, {"cpu": 0.8 * weights}, 0.0, 256, 16, 64, slack=0.0, dtype=torch.float32)
+    whole, drafter, tokenizer = hf_ddtree.load_demo()
+    weights, of_drafter = (sum(parameter.nbytes for parameter in model.parameters()) for model in (whole, drafter))
+    capacity = {"cpu": 0.8 * weights + of_drafter}
+    _, device_map = plan(whole.config, capacity, of_drafter, 256, 16, 64, slack=0.0, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         whole.save_pretrained(f"{folder}/target")
         split = AutoModelForCausalLM.from_pretrained(
             f"{folder}/target", device_map=device_map, offload_folder=f"{folder}/offloaded"
         )
-        drafter = hf_ddtree.load_demo()[1]
         by_tree = decode(split, drafter, tokenizer, prompt, 16)
         plain = whole.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=64, do_sample=False)
     print(f"{sum(parameter.is_meta for parameter in split.parameters())} tensors are on the disk.")

@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def run(*command):
     finished = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stdout + finished.stderr[-4000:]
+    assert "Loading weights" not in finished.stderr and "is not available" not in finished.stderr
     return finished.stdout
 
 
@@ -27,6 +28,7 @@ def test_the_plan_for_two_gpus():
 
 def test_the_plan_on_cpu_and_disk():
     output = run(EXAMPLES / "two_gpus.py", "--cpu")
+    assert re.search(r"drafter 4\.\d+ MB\ncpu: .*\ndisk: weights 4\.\d+ MB\n", output)
     assert int(re.search(r"(\d+) tensors are on the disk", output)[1]) > 10
     assert "The tokens are identical" in output
 
@@ -36,6 +38,7 @@ def test_data_parallel(tmp_path):
     already_done = [1]
     entries = demo_prompts()[:3]
     prompts, completions = tmp_path / "prompts.jsonl", tmp_path / "completions.jsonl"
+    entries[2] = {"turns": [entries[2]["prompt"], "and on"]}
     prompts.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     lines = (json.dumps({"line": line, "completion": "kept"}) + "\n" for line in already_done)
     (tmp_path / "completions.jsonl.part3").write_text("".join(lines))
@@ -48,7 +51,8 @@ def test_data_parallel(tmp_path):
     model, _, tokenizer = load_demo()
     expected = []
     for number, entry in enumerate(entries):
-        inputs = tokenizer(entry["prompt"], return_tensors="pt")
+        prompt = entry["prompt"] if "prompt" in entry else entry["turns"][0]
+        inputs = tokenizer(prompt, return_tensors="pt")
         plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
         text = "kept" if number in already_done else tokenizer.decode(plain, skip_special_tokens=True)
         expected.append({**entry, "completion": text})

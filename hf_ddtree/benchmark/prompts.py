@@ -86,13 +86,23 @@ def _from_file(path: Path) -> Iterable[str]:
         return
     for number, line in enumerate(lines, start=1):
         try:
-            entry = json.loads(line)
-            column = next(column for column in COLUMNS if column in entry)
-        except (ValueError, TypeError, StopIteration) as error:
+            yield prompt_of(json.loads(line))
+        except ValueError as error:
             raise ValueError(
                 f"Line {number} of {str(path)!r} is no JSON object with one of {', '.join(map(repr, COLUMNS))}."
             ) from error
-        yield _first_turn(entry[column])
+
+
+def prompt_of(entry: dict[str, Any]) -> str:
+    """The prompt of an object in a JSONL file: under the first of `prompt`, `text`, `question`, `turns` that it has.
+
+    Raises:
+        ValueError: If it has none of these.
+    """
+    column = next((column for column in COLUMNS if isinstance(entry, dict) and column in entry), None)
+    if column is None:
+        raise ValueError(f"An entry has none of {', '.join(map(repr, COLUMNS))}: {entry!r}.")
+    return _first_turn(entry[column])
 
 
 def _first_turn(prompt: Any) -> str:
