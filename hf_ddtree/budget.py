@@ -198,6 +198,11 @@ class AutoBudget(BudgetPolicy):
         )
 
     @_locked
+    def __repr__(self) -> str:
+        timed = sorted({size for _, _, size, _ in self._times.to_list()})
+        return f"<AutoBudget of {self.most_nodes} nodes: timed {timed}, trust at depth 1 {self.trust[0]:.2f}>"
+
+    @_locked
     def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
         self._round, self._num_rows = None, num_rows
         size = self._times.next_to_try(num_rows)

@@ -244,6 +244,9 @@ def test_what_was_learned_can_be_saved(tmp_path: Path) -> None:
     policy.save(tmp_path / "budget.json")
     loaded = AutoBudget.load(tmp_path / "budget.json")
     assert loaded.most_nodes == 48 and (loaded.trust == policy.trust).all()
+    told = re.fullmatch(r"<AutoBudget of 48 nodes: timed \[(0, [\d, ]+)\], trust at depth 1 ([\d.]+)>", repr(loaded))
+    assert told and float(told[2]) == pytest.approx(policy.trust[0], abs=0.01)
+    assert repr(policy) == repr(loaded) != repr(AutoBudget(most_nodes=48))
     # It starts with what the other one ended with: no size is tried first.
     assert loaded.nodes_to_draft(300, 1) > 0
     short = run(AutoBudget.load(tmp_path / "budget.json"), machine, rounds=30)
