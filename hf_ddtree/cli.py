@@ -178,7 +178,7 @@ def demo(
 
 @app.command()
 def check(
-    target: Annotated[str, typer.Argument(help="A repository of the Hub, a folder, or `demo`.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A repository of the Hub, a folder, or `demo`.")],
     drafter: Annotated[str | None, typer.Option(help="A drafter: a repository of the Hub or a folder.")] = None,
     tree_budget: Annotated[
         str, typer.Option(callback=_check_tree_budget, help="Most nodes drafted in a round, or `auto`.")
@@ -215,7 +215,9 @@ def check(
 
 @app.command()
 def bench(
-    target: Annotated[str, typer.Argument(help="A repository of the Hub, a folder, or `demo`.")] = "demo",
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A repository of the Hub, a folder, or `demo`.")
+    ] = "demo",
     drafter: Annotated[
         list[str] | None, typer.Option(help="A drafter: a repository of the Hub or a folder. May be repeated.")
     ] = None,

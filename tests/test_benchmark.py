@@ -72,6 +72,11 @@ def test_every_method_runs_on_every_batch_and_is_compared(demo: tuple[Any, Any, 
     assert report.table().row_count == 2 * len(names)
 
 
+def test_other_draws_are_not_compared(demo: tuple[Any, Any, Any]) -> None:
+    report = measure(demo, [Method("plain"), Method("other", {"top_k": 1})], max_new_tokens=2, temperatures=(0.7,))
+    assert [entry.compared for entry in report.summaries()] == [3, 0]
+
+
 class WrongTokens:
     """A decoding method that changes the last token."""
 
