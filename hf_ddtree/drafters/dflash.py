@@ -468,7 +468,7 @@ class DFlashDraftModel(PreTrainedModel):
     def _reach(self) -> int:
         """How many of the last context tokens a block sees, at most."""
         config = self.config
-        if set(config.layer_types) != {"sliding_attention"}:
+        if config.sliding_window is None or set(config.layer_types) != {"sliding_attention"}:
             return sys.maxsize
         return config.sliding_window if config.window_from_root else config.sliding_window - 1
 
