@@ -34,8 +34,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_ddtree.configuration import TreeShape
 from hf_ddtree.testing import SetAccuracyGenerator
+from hf_ddtree.tree.shape import TreeShape
 
 LENGTH = 15
 # With the root as many rows as the chain has, and twice as many.

@@ -29,8 +29,8 @@ from transformers import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_ddtree
-from hf_ddtree.compiled import num_graphs
 from hf_ddtree.demo import demo_prompts
+from hf_ddtree.target.compiled import num_graphs
 from hf_ddtree.testing import SetAccuracyGenerator
 
 PROMPT_LENGTH = 64

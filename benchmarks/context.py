@@ -34,9 +34,9 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 import hf_ddtree
 from hf_ddtree import DFlashTreeCandidateGenerator, DraftContext, DraftTree
 from hf_ddtree.demo import demo_prompts
-from hf_ddtree.draft_tree import build_tree
-from hf_ddtree.growth import ROOM_FRACTION, growing
+from hf_ddtree.target.preallocation import ROOM_FRACTION, growing
 from hf_ddtree.testing import SetAccuracyGenerator
+from hf_ddtree.tree.build import build_tree
 
 BUDGET = 16
 # About the tokens per forward of the pair.

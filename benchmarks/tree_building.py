@@ -20,8 +20,10 @@ from measure import RESULTS, quartiles, save
 from rich.console import Console
 from rich.table import Table
 
-from hf_ddtree.calibration import Calibration
-from hf_ddtree.draft_tree import DraftTree, best_tokens, build_tree, conditional_candidates, top_candidates
+from hf_ddtree.drafters.calibration import Calibration
+from hf_ddtree.tree.build import build_tree
+from hf_ddtree.tree.candidates import best_tokens, conditional_candidates, top_candidates
+from hf_ddtree.tree.draft_tree import DraftTree
 
 VOCABULARY = 512
 SCALES = 2.0, 6.0

@@ -24,7 +24,9 @@ from torch import Tensor
 
 from hf_ddtree.attention.gated_delta_rule import tree_gated_delta_rule
 from hf_ddtree.attention.path_state import PathFactors, TreePaths, advance_states
-from hf_ddtree.draft_tree import DraftTree, build_tree, top_candidates
+from hf_ddtree.tree.build import build_tree
+from hf_ddtree.tree.candidates import top_candidates
+from hf_ddtree.tree.draft_tree import DraftTree
 
 NODES = 8, 16, 32, 64, 128
 TOLERANCE = 1e-4

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils import logging
 
 import hf_ddtree
-from hf_ddtree.placement import execution_device
+from hf_ddtree.target.weights import execution_device
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

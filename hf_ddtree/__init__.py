@@ -1,7 +1,7 @@
 """Token-tree speculative decoding for Transformers' `generate()`: the same tokens in fewer forwards of the model."""
 
-from .budget import AutoBudget, BudgetPolicy
-from .calibration import Calibration
+from .budget.auto import AutoBudget
+from .budget.policy import BudgetPolicy
 from .candidate_generators import (
     CausalLMTreeCandidateGenerator,
     DFlashTreeCandidateGenerator,
@@ -9,14 +9,15 @@ from .candidate_generators import (
     MTPTreeCandidateGenerator,
     TreeCandidateGenerator,
 )
-from .checking import CheckReport, check
+from .check_report import CheckReport, check
 from .configuration import DDTreeConfig
 from .demo import load_demo
-from .draft_tree import DraftTree
 from .drafters import load_drafter
+from .drafters.calibration import Calibration
 from .output import DDTreeOutput, DDTreeStats
 from .registration import register, unregister
 from .strategy import ddtree
+from .tree.draft_tree import DraftTree
 
 __version__ = "0.1.0"
 

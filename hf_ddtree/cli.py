@@ -32,8 +32,8 @@ from .benchmark import DATASETS, Report, benchmark, load_prompts, make_methods
 from .benchmark import compare as compare_reports
 from .benchmark.methods import NAMES
 from .demo import demo_folders, demo_prompts
-from .draft_tree import DraftTree
 from .drafters import is_drafter_alone
+from .tree.draft_tree import DraftTree
 from .visualize import draw_tree
 
 SEED = 0

@@ -8,13 +8,13 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
-    from .budget import BudgetPolicy
+    from .budget.policy import BudgetPolicy
+from .tree.shape import MOST_NODES, TreeShape, require_tree_shape
+from .validation import describe_type, require_positive_int
 
-TreeShape = Literal["best_first", "spine_first", "chain"]
 TreeProbabilities = Literal["conditional", "marginal"]
-# Most nodes of a tree.
-MOST_NODES = 4096
-TREE_SHAPES: tuple[str, ...] = get_args(TreeShape)
+
+
 TREE_PROBABILITIES: tuple[str, ...] = get_args(TreeProbabilities)
 
 
@@ -107,23 +107,3 @@ class DDTreeConfig:
     def to_dict(self) -> dict[str, Any]:
         """All knobs by name."""
         return {name: getattr(self, name) for name in self.knobs()}
-
-
-def require_positive_int(name: str, value: object, or_none: bool = False) -> None:
-    """Raises `ValueError` unless `value` is an integer of at least 1; `bool` does not count as one."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1:
-        return
-    alternative = ", or None for the default" if or_none else ""
-    raise ValueError(f"`{name}` must be an integer of at least 1{alternative}, but is {value!r}.")
-
-
-def require_tree_shape(name: str, value: object) -> None:
-    """Raises `ValueError` unless `value` is one of `TREE_SHAPES`."""
-    if value not in TREE_SHAPES:
-        allowed = ", ".join(map(repr, TREE_SHAPES))
-        raise ValueError(f"`{name}` must be one of {allowed}, but is {value!r}.")
-
-
-def describe_type(value: object) -> str:
-    """What a value of a wrong type is, for an error message."""
-    return f"the class `{value.__name__}`" if isinstance(value, type) else f"a `{type(value).__name__}`"

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .draft_tree import DraftTree
+from .tree.draft_tree import DraftTree
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
 

@@ -16,12 +16,13 @@ from transformers import (
     StopStringCriteria,
 )
 
+from .arguments import LOOKUP_ARGUMENTS, check_arguments
 from .attention import dispatch
 from .candidate_generators import TreeCandidateGenerator
-from .configuration import DDTreeConfig, require_positive_int
+from .configuration import DDTreeConfig
 from .drafters import DFlashDraftModel
 from .strategy import DDTreeDecoding, ddtree
-from .support import LOOKUP_ARGUMENTS, check_arguments
+from .validation import require_positive_int
 
 # What each strategy fixes of `DDTreeConfig`: a chain is a tree of width 1.
 STRATEGIES: dict[str, dict[str, Any]] = {"ddtree": {}, "dflash": {"tree_shape": "chain"}}

@@ -9,8 +9,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
-from .acceptance import PER_TOKEN_PROCESSORS, Chooser
-from .budget import BudgetPolicy, checked_nodes, policy_for
+from .arguments import check_arguments, check_call
+from .budget.auto import policy_for
+from .budget.policy import BudgetPolicy, checked_nodes
 from .candidate_generators import (
     CombinedTreeCandidateGenerator,
     PromptLookupTreeCandidateGenerator,
@@ -18,14 +19,16 @@ from .candidate_generators import (
     drafter_kind,
     make_candidate_generator,
 )
-from .compat import CACHE_KEY, cache_of, prompt_length
-from .configuration import DDTreeConfig, describe_type
-from .decoding import decode
-from .emission import EmittedSequences, RowGroup, gather_rows
+from .configuration import DDTreeConfig
+from .decoding.acceptance import PER_TOKEN_PROCESSORS, Chooser
+from .decoding.distributed import Processes
+from .decoding.loop import decode
+from .decoding.sequences import EmittedSequences, RowGroup, gather_rows
+from .interop.versions import CACHE_KEY, cache_of, prompt_length
 from .output import DDTreeOutput, DDTreeStats
-from .processes import Processes
-from .static_cache import buffer_length, make_room_for_trees
-from .support import check_arguments, check_cache, check_call, check_positions, check_processes, check_target
+from .target.requirements import check_cache, check_positions, check_processes, check_target
+from .target.static_cache import buffer_length, make_room_for_trees
+from .validation import describe_type
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .candidate_generators.base import DraftContext, TreeCandidateGenerator
-from .configuration import TreeShape
-from .draft_tree import DraftTree, build_tree
+from .candidate_generators.base import TreeCandidateGenerator
+from .candidate_generators.context import DraftContext
+from .tree.build import build_tree
+from .tree.draft_tree import DraftTree
+from .tree.shape import TreeShape
 
 
 class OracleTreeCandidateGenerator(TreeCandidateGenerator):

@@ -8,7 +8,7 @@ from rich.text import Text
 from rich.tree import Tree
 from transformers import PreTrainedTokenizerBase
 
-from .draft_tree import DraftTree
+from .tree.draft_tree import DraftTree
 
 
 def draw_tree(

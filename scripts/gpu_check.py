@@ -42,9 +42,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_ddtree
 from hf_ddtree.demo import demo_prompts
-from hf_ddtree.draft_tree import best_tokens, build_tree, conditional_candidates, on_host
 from hf_ddtree.testing import SetAccuracyGenerator
-from hf_ddtree.tree_search import search_trees
+from hf_ddtree.tree.build import build_tree
+from hf_ddtree.tree.build_on_device import search_trees
+from hf_ddtree.tree.candidates import best_tokens, conditional_candidates, on_host
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 2}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}

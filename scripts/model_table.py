@@ -37,8 +37,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_ddtree.compat import CACHE_KEY
-from hf_ddtree.support import check_target, layer_types
+from hf_ddtree.interop.versions import CACHE_KEY
+from hf_ddtree.target.layers import layer_types
+from hf_ddtree.target.requirements import check_target
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import make_model
-from side_by_side import NEW_TOKENS, assert_equal, make_oracle, make_prompt, plain_and_tree
+from helpers.families import make_model
+from helpers.side_by_side import NEW_TOKENS, assert_equal, make_oracle, make_prompt, plain_and_tree
 from transformers import CompileConfig, GenerationConfig, LogitsProcessorList
 
 import hf_ddtree
-from hf_ddtree import compat
+from hf_ddtree.interop import versions as compat
 
 # What has no effect in plain decoding either: what belongs to beams, encoder-decoders, guidance or other caches.
 WITHOUT_EFFECT = {

@@ -5,14 +5,14 @@ import itertools
 
 import pytest
 import torch
-from families import VOCAB_SIZE, make_model
-from side_by_side import NEW_TOKENS, PROMPT_LENGTH, make_oracle, make_prompt
+from helpers.families import VOCAB_SIZE, make_model
+from helpers.side_by_side import NEW_TOKENS, PROMPT_LENGTH, make_oracle, make_prompt
 
 import hf_ddtree
 from hf_ddtree import DFlashTreeCandidateGenerator, DraftTree
 from hf_ddtree.drafters import DFlashDraftModel
 from hf_ddtree.drafters.dflash import DFlashConfig
-from hf_ddtree.verification import FeatureRecorder
+from hf_ddtree.target.features import FeatureRecorder
 
 # Models whose state Transformers can roll back by itself.
 FAMILIES = ["llama", "mistral", "gemma3", "qwen3_moe"]

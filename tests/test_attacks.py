@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from families import VOCAB_SIZE, make_model
-from random_drafter import make_drafter
-from side_by_side import make_oracle, make_prompt
+from helpers.families import VOCAB_SIZE, make_model
+from helpers.random_drafter import make_drafter
+from helpers.side_by_side import make_oracle, make_prompt
 from transformers import (
     GenerationConfig,
     GPTNeoConfig,
@@ -22,8 +22,9 @@ from transformers import (
 )
 
 import hf_ddtree
-from hf_ddtree.compat import CACHE_KEY
-from hf_ddtree.draft_tree import build_tree, top_candidates
+from hf_ddtree.interop.versions import CACHE_KEY
+from hf_ddtree.tree.build import build_tree
+from hf_ddtree.tree.candidates import top_candidates
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -5,17 +5,18 @@ import random
 
 import pytest
 import torch
-from families import VOCAB_SIZE, WINDOW, first_implementation, make_config, make_model
-from random_drafter import make_drafter
-from same_output import assert_close
+from helpers.families import VOCAB_SIZE, WINDOW, first_implementation, make_config, make_model
+from helpers.random_drafter import make_drafter
+from helpers.same_output import assert_close
+from helpers.side_by_side import make_prompt
 from scipy.stats import chisquare
-from side_by_side import make_prompt
 from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from hf_ddtree import DDTreeConfig, DraftContext, DraftTree, TreeCandidateGenerator, decoding
+from hf_ddtree import DDTreeConfig, DraftContext, DraftTree, TreeCandidateGenerator
 from hf_ddtree.candidate_generators import DFlashTreeCandidateGenerator
 from hf_ddtree.candidate_generators.dflash import MOST_PADDING
+from hf_ddtree.decoding import loop as decoding
 from hf_ddtree.registration import register
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from native_pair import make_native_drafter, make_native_target
+from helpers.native_pair import make_native_drafter, make_native_target
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedConfig
 from typer.testing import CliRunner

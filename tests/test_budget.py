@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import VOCAB_SIZE, make_model
-from side_by_side import make_oracle, make_prompt
+from helpers.families import VOCAB_SIZE, make_model
+from helpers.side_by_side import make_oracle, make_prompt
 from transformers import GenerationConfig
 
 import hf_ddtree
 from hf_ddtree import AutoBudget, BudgetPolicy, DraftTree
-from hf_ddtree.budget import FixedBudget, RoundCost, policy_for
+from hf_ddtree.budget.auto import policy_for
+from hf_ddtree.budget.policy import FixedBudget, RoundCost
 from hf_ddtree.demo import demo_prompts
-from hf_ddtree.draft_tree import build_tree
 from hf_ddtree.testing import OracleTreeCandidateGenerator
+from hf_ddtree.tree.build import build_tree
 
 pytestmark = pytest.mark.auto_budget
 

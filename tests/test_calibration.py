@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import make_model
-from random_drafter import make_drafter
+from helpers.families import make_model
+from helpers.random_drafter import make_drafter
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_ddtree import Calibration, DDTreeConfig, DraftTree
-from hf_ddtree.calibration import DEPTHS, PRIOR, RANKS, SURPRISES
 from hf_ddtree.candidate_generators import DFlashTreeCandidateGenerator, DraftContext
-from hf_ddtree.draft_tree import build_tree
+from hf_ddtree.drafters.calibration import DEPTHS, PRIOR, RANKS, SURPRISES
+from hf_ddtree.tree.build import build_tree
 
 DEPTH, WIDTH = 5, 6
 

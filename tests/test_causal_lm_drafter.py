@@ -9,17 +9,17 @@ import heapq
 import pytest
 import torch
 import transformers
-from families import FAMILIES, SIZES, VOCAB_SIZE, first_implementation, make_config, make_model
-from generator_grid import GRID, check_case, random_tokens
-from noised import make_noised
-from same_output import assert_same_cache
-from side_by_side import make_prompt
+from helpers.families import FAMILIES, SIZES, VOCAB_SIZE, first_implementation, make_config, make_model
+from helpers.generator_grid import GRID, check_case, random_tokens
+from helpers.noised import make_noised
+from helpers.same_output import assert_same_cache
+from helpers.side_by_side import make_prompt
 
 import hf_ddtree
 from hf_ddtree import CausalLMTreeCandidateGenerator, DDTreeConfig, DraftContext
 from hf_ddtree.candidate_generators import causal_lm
-from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.drafters.causal_lm import _check_vocab_size
+from hf_ddtree.interop.versions import CACHE_KEY
 
 SHAPES = ("best_first", "spine_first", "chain")
 

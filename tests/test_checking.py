@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import make_config, make_model
+from helpers.families import make_config, make_model
 from transformers import AutoConfig, PreTrainedModel, Qwen3Config
 from typer.testing import CliRunner
 
 import hf_ddtree
 from hf_ddtree.cli import app
-from hf_ddtree.compat import CACHE_KEY
-from hf_ddtree.draft_tree import DraftTree
 from hf_ddtree.drafters import DFlashConfig, DFlashDraftModel
-from hf_ddtree.rows import CommittedRows
-from hf_ddtree.verification import FeatureRecorder, recording_past, verify
+from hf_ddtree.interop.versions import CACHE_KEY
+from hf_ddtree.target.cache_rows import CommittedRows
+from hf_ddtree.target.features import FeatureRecorder
+from hf_ddtree.target.forward import verify
+from hf_ddtree.target.past_recording import recording_past
+from hf_ddtree.tree.draft_tree import DraftTree
 
 CONFIGS = Path(__file__).parent / "configs"
 PAIR = Path(hf_ddtree.__file__).parent / "demo_pair"
@@ -267,7 +269,7 @@ def test_a_model_that_does_not_run_without_weights(monkeypatch):
     def ask_for_values(*args, **kwargs):
         return torch.ones(1, device="meta").item()
 
-    monkeypatch.setattr("hf_ddtree.checking.verify", ask_for_values)
+    monkeypatch.setattr("hf_ddtree.check_report.verify", ask_for_values)
     report = hf_ddtree.check(make_config("llama"))
     assert report.supported and report.memory is None and report.call is not None
     assert "memory is not known" in report.notes[0]

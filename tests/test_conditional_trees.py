@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_ddtree.configuration import TREE_SHAPES
-from hf_ddtree.draft_tree import DraftTree, build_tree
+from hf_ddtree.tree.build import build_tree
+from hf_ddtree.tree.draft_tree import DraftTree
+from hf_ddtree.tree.shape import TREE_SHAPES
 
 pytestmark = pytest.mark.core
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from hf_ddtree.configuration import TREE_SHAPES, DDTreeConfig
+from hf_ddtree.configuration import DDTreeConfig
+from hf_ddtree.tree.shape import TREE_SHAPES
 
 pytestmark = pytest.mark.core
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import make_model
-from side_by_side import NEW_TOKENS, make_oracle, make_prompt
+from helpers.families import make_model
+from helpers.side_by_side import NEW_TOKENS, make_oracle, make_prompt
 
 import hf_ddtree
 from hf_ddtree import DDTreeConfig

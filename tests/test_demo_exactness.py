@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_ddtree
-from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.demo import demo_prompts
 from hf_ddtree.drafters import DFlashDraftModel
+from hf_ddtree.interop.versions import CACHE_KEY
 
 NUM_PROMPTS = 50
 PROMPTS_PER_TEST = 10

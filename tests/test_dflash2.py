@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB_SIZE, first_implementation, make_model
+from helpers.families import VOCAB_SIZE, first_implementation, make_model
+from helpers.random_drafter import make_drafter
+from helpers.side_by_side import make_prompt
 from hypothesis import HealthCheck, given, settings
-from random_drafter import make_drafter
 from safetensors.torch import load_file, save_file
-from side_by_side import make_prompt
 from test_differential import Case, cases, check
 from test_multi_turn import CHATS, FORMS, MIXES, chat, make_turns, without_cache
 from torch import Tensor
 from transformers import AutoModel
 
 from hf_ddtree import DDTreeConfig, DFlashTreeCandidateGenerator, DraftContext, load_drafter
-from hf_ddtree.draft_tree import best_tokens, build_tree, conditional_candidates
 from hf_ddtree.drafters import DFlash2Config, DFlash2DraftModel
+from hf_ddtree.tree.build import build_tree
+from hf_ddtree.tree.candidates import best_tokens, conditional_candidates
 
 TARGET = "qwen3_5"
 SETTINGS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")

@@ -20,9 +20,10 @@ from test_dflash_parity import (
 from torch import nn
 from transformers import Qwen3Config
 
-from hf_ddtree.draft_tree import best_tokens, build_tree, conditional_candidates
 from hf_ddtree.drafters import DFlash2DraftModel, DFlashContextCache
 from hf_ddtree.drafters.loading import read_drafter_config
+from hf_ddtree.tree.build import build_tree
+from hf_ddtree.tree.candidates import best_tokens, conditional_candidates
 
 SETTINGS = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 12, "selector_top_k": 7}
 

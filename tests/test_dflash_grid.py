@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import make_model
-from generator_grid import GRID, check_case
-from random_drafter import make_drafter
+from helpers.families import make_model
+from helpers.generator_grid import GRID, check_case
+from helpers.random_drafter import make_drafter
 from transformers import PreTrainedModel
 
 from hf_ddtree import DDTreeConfig

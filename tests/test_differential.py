@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB_SIZE, first_implementation, make_model
+from helpers.families import VOCAB_SIZE, first_implementation, make_model
+from helpers.random_drafter import make_drafter
+from helpers.same_output import assert_same_cache, assert_same_details
+from helpers.side_by_side import assert_equal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_drafter import make_drafter
-from same_output import assert_same_cache, assert_same_details
-from side_by_side import assert_equal
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_ddtree
-from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.registration import register
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ddtree.configuration import TREE_SHAPES
-from hf_ddtree.draft_tree import DraftTree, build_tree, top_candidates
+from hf_ddtree.tree.build import build_tree
+from hf_ddtree.tree.candidates import top_candidates
+from hf_ddtree.tree.draft_tree import DraftTree
+from hf_ddtree.tree.shape import TREE_SHAPES
 
 pytestmark = pytest.mark.core
 

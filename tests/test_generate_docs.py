@@ -10,7 +10,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Sto
 from transformers.generation import logits_process, stopping_criteria, streamers
 
 import hf_ddtree
-from hf_ddtree.support import OTHER_DRAFTERS, OTHER_DRAFTERS_KNOBS
+from hf_ddtree.arguments import OTHER_DRAFTERS, OTHER_DRAFTERS_KNOBS
 
 DOCS = Path(__file__).parents[1] / "docs"
 INTERNAL = {"_from_model_config"}

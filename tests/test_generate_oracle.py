@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB_SIZE, first_implementation
-from families import make_model as model_of
+from helpers.families import FAMILIES, VOCAB_SIZE, first_implementation
+from helpers.families import make_model as model_of
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_ddtree.compat import CACHE_KEY
-from hf_ddtree.decoding import DDTreeStats
+from hf_ddtree.decoding.loop import DDTreeStats
+from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.registration import register
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 

@@ -9,8 +9,9 @@ import random
 import pytest
 import torch
 
-from hf_ddtree.draft_tree import DraftTree, build_tree
-from hf_ddtree.growing_tree import GrowingTree
+from hf_ddtree.tree.build import build_tree
+from hf_ddtree.tree.draft_tree import DraftTree
+from hf_ddtree.tree.growing_tree import GrowingTree
 
 VOCAB = 5
 

@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from families import make_model
-from side_by_side import make_oracle, make_prompt
+from helpers.families import make_model
+from helpers.side_by_side import make_oracle, make_prompt
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_ddtree.compat import CACHE_KEY
-from hf_ddtree.growth import LEAST_ROOM, GrowingTensor, growing
+from hf_ddtree.interop.versions import CACHE_KEY
+from hf_ddtree.target.preallocation import LEAST_ROOM, GrowingTensor, growing
 
 
 def random_entries(length: int, seed: int = 0) -> Tensor:

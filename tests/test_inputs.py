@@ -7,15 +7,15 @@ import sys
 import pytest
 import torch
 import transformers
-from families import LINEAR_ATTENTION, MROPE, SIZES, VOCAB_SIZE, first_implementation, make_model
-from random_drafter import make_drafter
-from same_output import assert_same_cache
+from helpers.families import LINEAR_ATTENTION, MROPE, SIZES, VOCAB_SIZE, first_implementation, make_model
+from helpers.random_drafter import make_drafter
+from helpers.same_output import assert_same_cache
 from transformers import GenerationConfig, pipeline
 
 import hf_ddtree
 from hf_ddtree import DDTreeConfig
-from hf_ddtree.compat import CACHE_KEY
-from hf_ddtree.decoding import FeatureRecorder
+from hf_ddtree.decoding.loop import FeatureRecorder
+from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.registration import register
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from hf_ddtree.acceptance import Chooser, accept, follow
-from hf_ddtree.attention.tree_batch import TreeBatch
-from hf_ddtree.draft_tree import DraftTree
-from hf_ddtree.look_ahead import LookAhead
+from hf_ddtree.decoding.acceptance import Chooser, accept, follow
+from hf_ddtree.decoding.acceptance_on_device import LookAhead
+from hf_ddtree.tree.draft_tree import DraftTree
+from hf_ddtree.tree.tree_batch import TreeBatch
 
 VOCAB_SIZE = 5
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import math
 import pytest
 import torch
 import transformers
-from families import EXPERTS, MROPE, SIZES, VOCAB_SIZE, first_implementation, make_model
-from generator_grid import CALLS, check_call, random_tokens
+from helpers.families import EXPERTS, MROPE, SIZES, VOCAB_SIZE, first_implementation, make_model
+from helpers.generator_grid import CALLS, check_call, random_tokens
+from helpers.side_by_side import make_prompt
 from safetensors.torch import save_file
-from side_by_side import make_prompt
 from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
 
@@ -20,7 +20,7 @@ import hf_ddtree
 from hf_ddtree import DDTreeConfig, DraftContext, MTPTreeCandidateGenerator
 from hf_ddtree.candidate_generators import mtp
 from hf_ddtree.drafters.mtp import MTPDrafter
-from hf_ddtree.verification import FeatureRecorder
+from hf_ddtree.target.features import FeatureRecorder
 
 FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 H, HEADS, KV_HEADS, HEAD_DIM = (

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from families import VOCAB_SIZE, first_implementation, make_model
-from random_drafter import make_drafter
+from helpers.families import VOCAB_SIZE, first_implementation, make_model
+from helpers.random_drafter import make_drafter
 
-from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.registration import register
 
 FAMILIES = ["llama", "gemma3", "qwen3_5", "falcon_h1"]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from generator_grid import CALLS, check_call
-from native_pair import DEPTH, HIDDEN, make_native_drafter, make_native_target
+from helpers.generator_grid import CALLS, check_call
+from helpers.native_pair import DEPTH, HIDDEN, make_native_drafter, make_native_target
 from transformers import PreTrainedModel
 from transformers.generation import candidate_generator
 
 from hf_ddtree import load_drafter
-from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.drafters import DFlashContextCache, view_native
+from hf_ddtree.interop.versions import CACHE_KEY
 
 PROMPT = 9
 

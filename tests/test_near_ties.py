@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from families import make_model
-from near_ties import assert_equal_up_to_near_ties
-from side_by_side import make_oracle, make_prompt
+from helpers.families import make_model
+from helpers.near_ties import assert_equal_up_to_near_ties
+from helpers.side_by_side import make_oracle, make_prompt
 
 import hf_ddtree
 from hf_ddtree.demo import demo_prompts

@@ -5,13 +5,13 @@ import copy
 import accelerate
 import pytest
 import torch
-from families import make_model
-from random_drafter import make_drafter
-from side_by_side import make_oracle, make_prompt
+from helpers.families import make_model
+from helpers.random_drafter import make_drafter
+from helpers.side_by_side import make_oracle, make_prompt
 from transformers import AutoModelForCausalLM
 
 import hf_ddtree
-from hf_ddtree.placement import embedding_rows, execution_device
+from hf_ddtree.target.weights import embedding_rows, execution_device
 
 FAMILIES = ["llama", "gemma3", "qwen3_5"]
 OPTIONS = {"max_new_tokens": 32, "do_sample": False, "return_dict_in_generate": True}

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from random_trees import SHAPES, random_path, random_tree
+from helpers.random_trees import SHAPES, random_path, random_tree
 from torch import Tensor
 
 from hf_ddtree.attention import kimi_delta
@@ -19,8 +19,8 @@ from hf_ddtree.attention.mamba2 import tree_mamba2
 from hf_ddtree.attention.mask import chunk_windows, to_additive, tree_attention_mask
 from hf_ddtree.attention.path_state import PathFactors, TreePaths, advance_states
 from hf_ddtree.attention.query_scale import scale_correction
-from hf_ddtree.attention.tree_batch import TreeBatch
-from hf_ddtree.draft_tree import DraftTree
+from hf_ddtree.tree.draft_tree import DraftTree
+from hf_ddtree.tree.tree_batch import TreeBatch
 
 pytestmark = pytest.mark.core
 CPU = torch.device("cpu")

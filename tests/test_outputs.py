@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from families import CASES, FAMILIES, VOCAB_SIZE, first_implementation, make_model
-from random_drafter import make_drafter
-from same_output import assert_same_cache, assert_same_details
+from helpers.families import CASES, FAMILIES, VOCAB_SIZE, first_implementation, make_model
+from helpers.random_drafter import make_drafter
+from helpers.same_output import assert_same_cache, assert_same_details
 
-from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.registration import register
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 

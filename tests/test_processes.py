@@ -6,9 +6,10 @@ from pathlib import Path
 
 
 def test_two_processes(tmp_path):
-    worker = Path(__file__).with_name("processes_worker.py")
     finished = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", worker, tmp_path],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        + ["--module", "helpers.processes_worker", tmp_path],
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         timeout=600,

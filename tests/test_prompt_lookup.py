@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB_SIZE, first_implementation, make_model
-from generator_grid import CALLS, GRID, check_case
-from random_drafter import make_drafter
-from same_output import assert_same_cache, assert_same_details
-from side_by_side import make_prompt
+from helpers.families import FAMILIES, VOCAB_SIZE, first_implementation, make_model
+from helpers.generator_grid import CALLS, GRID, check_case
+from helpers.random_drafter import make_drafter
+from helpers.same_output import assert_same_cache, assert_same_details
+from helpers.side_by_side import make_prompt
 from transformers import GenerationConfig
 
 import hf_ddtree
@@ -20,7 +20,7 @@ from hf_ddtree.candidate_generators import (
     prompt_lookup,
 )
 from hf_ddtree.candidate_generators.prompt_lookup import INDEXED_LENGTHS, NgramIndex
-from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 
 PHRASE = [7, 3, 9, 4, 8, 1, 5, 2, 6, 11, 13, 12, 10, 14, 17, 16, 15, 18]
@@ -184,7 +184,7 @@ def test_rows_of_different_lengths():
 @pytest.mark.core
 def test_a_long_sequence_gives_the_tree_that_it_gives_at_once(monkeypatch):
     """Token by token, and after the sequence has become another one, if nothing is learned."""
-    monkeypatch.setattr(prompt_lookup.Trust, "observe", lambda *_: None)
+    monkeypatch.setattr(prompt_lookup.MatchAccuracy, "observe", lambda *_: None)
     draw = random.Random(5)
     text = [draw.randrange(5) for _ in range(80)]
     generator = make_generator()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import make_config
-from near_ties import assert_equal_up_to_near_ties
-from side_by_side import make_oracle, make_prompt
+from helpers.families import make_config
+from helpers.near_ties import assert_equal_up_to_near_ties
+from helpers.side_by_side import make_oracle, make_prompt
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import hf_ddtree

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 import transformers
-from families import VOCAB_SIZE, make_config, make_model
-from random_drafter import make_drafter
-from side_by_side import make_oracle, make_prompt
+from helpers.families import VOCAB_SIZE, make_config, make_model
+from helpers.random_drafter import make_drafter
+from helpers.side_by_side import make_oracle, make_prompt
 from torch import nn
 from transformers import (
     DogeConfig,
@@ -25,8 +25,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 import hf_ddtree
 from hf_ddtree import CausalLMTreeCandidateGenerator, DraftTree
 from hf_ddtree.attention import dispatch
-from hf_ddtree.compat import CACHE_KEY
-from hf_ddtree.support import check_target
+from hf_ddtree.interop.versions import CACHE_KEY
+from hf_ddtree.target.requirements import check_target
 
 PLAIN = {"max_new_tokens": 8, "do_sample": False}
 

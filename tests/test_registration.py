@@ -8,8 +8,8 @@ import threading
 
 import pytest
 import torch
-from families import FAMILIES, make_model
-from side_by_side import NEW_TOKENS, PROMPT_LENGTH, make_oracle, make_prompt
+from helpers.families import FAMILIES, make_model
+from helpers.side_by_side import NEW_TOKENS, PROMPT_LENGTH, make_oracle, make_prompt
 from torch import nn
 from transformers import (
     DynamicCache,
@@ -22,7 +22,7 @@ from transformers import (
 
 import hf_ddtree
 from hf_ddtree.attention.dispatch import OPERATORS
-from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.interop.versions import CACHE_KEY
 
 PLAIN = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
@@ -389,7 +389,7 @@ def test_errors_in_mid_round_leave_no_trace(model, plain, where, error, monkeypa
     assert cache.get_seq_length() > 0
     assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
     assert hooks_of(model) == hooks
-    assert hf_ddtree.attention.dispatch._active.get() is None
+    assert hf_ddtree.attention.active_pass._active.get() is None
     assert model.generate(make_prompt(), **PLAIN).tolist() == plain.tolist()
     generator.bomb = None
     assert generate_by_tree(model, plain, candidate_generator=generator).sequences.tolist() == plain.tolist()

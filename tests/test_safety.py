@@ -8,14 +8,14 @@ import weakref
 
 import pytest
 import torch
-from families import make_config, make_model
-from side_by_side import NEW_TOKENS, PROMPT_LENGTH, make_oracle, make_prompt
+from helpers.families import make_config, make_model
+from helpers.side_by_side import NEW_TOKENS, PROMPT_LENGTH, make_oracle, make_prompt
 from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, StoppingCriteria
 
 import hf_ddtree
 from hf_ddtree import DFlashTreeCandidateGenerator
-from hf_ddtree.attention import dispatch
-from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.attention import active_pass
+from hf_ddtree.interop.versions import CACHE_KEY
 
 PROMPTS = ["def load(path):\n    ", "import os\n\n", "class Node:\n", "x = [1, 2, "]
 
@@ -165,7 +165,7 @@ def test_after_an_error_the_cache_goes_on_from_what_was_emitted(pair, kind, fuse
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any(module._forward_hooks for module in drafter.modules())
     assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
-    assert dispatch._active.get() is None
+    assert active_pass._active.get() is None
     emitted = recorder.tokens
     assert emitted == expected[0, : len(emitted)].tolist() and len(emitted) > inputs.shape[1]
     length = cache.get_seq_length()

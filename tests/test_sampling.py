@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 import transformers
-from families import make_config, make_model
+from helpers.families import make_config, make_model
+from helpers.side_by_side import assert_equal, plain_and_tree
 from scipy.stats import chisquare
-from side_by_side import assert_equal, plain_and_tree
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
@@ -19,11 +19,13 @@ from transformers.generation.logits_process import (
 
 import hf_ddtree
 from hf_ddtree import DraftTree
-from hf_ddtree.acceptance import Chooser, accept
 from hf_ddtree.attention import dispatch
-from hf_ddtree.compat import CACHE_KEY
-from hf_ddtree.rows import CommittedRows
-from hf_ddtree.verification import FeatureRecorder, recording_past, verify
+from hf_ddtree.decoding.acceptance import Chooser, accept
+from hf_ddtree.interop.versions import CACHE_KEY
+from hf_ddtree.target.cache_rows import CommittedRows
+from hf_ddtree.target.features import FeatureRecorder
+from hf_ddtree.target.forward import verify
+from hf_ddtree.target.past_recording import recording_past
 
 VOCAB_SIZE = 16
 NEW_TOKENS = 3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB_SIZE, first_implementation, make_model
-from same_output import assert_same_cache
+from helpers.families import FAMILIES, VOCAB_SIZE, first_implementation, make_model
+from helpers.same_output import assert_same_cache
 
-from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.registration import register
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 

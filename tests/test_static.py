@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB_SIZE, first_implementation, make_model
-from random_drafter import make_drafter
-from side_by_side import make_oracle, make_prompt
+from helpers.families import VOCAB_SIZE, first_implementation, make_model
+from helpers.random_drafter import make_drafter
+from helpers.side_by_side import make_oracle, make_prompt
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 import hf_ddtree
-from hf_ddtree import compiled
-from hf_ddtree.budget import FixedBudget
-from hf_ddtree.compat import CACHE_KEY
-from hf_ddtree.static_cache import buffer_length, padded_size
+from hf_ddtree.budget.policy import FixedBudget
+from hf_ddtree.interop.versions import CACHE_KEY
+from hf_ddtree.target import compiled
+from hf_ddtree.target.static_cache import buffer_length, padded_size
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import VOCAB_SIZE, make_model
-from side_by_side import NEW_TOKENS, PROMPT_LENGTH, assert_equal, make_oracle, make_prompt, plain_and_tree
+from helpers.families import VOCAB_SIZE, make_model
+from helpers.side_by_side import NEW_TOKENS, PROMPT_LENGTH, assert_equal, make_oracle, make_prompt, plain_and_tree
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     GenerationConfig,
@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation import stopping_criteria
 
 import hf_ddtree
-from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.interop.versions import CACHE_KEY
 
 FAMILIES = ["llama", "qwen3_5"]
 

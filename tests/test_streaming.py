@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from families import VOCAB_SIZE, make_model
-from side_by_side import NEW_TOKENS, make_oracle, make_prompt
+from helpers.families import VOCAB_SIZE, make_model
+from helpers.side_by_side import NEW_TOKENS, make_oracle, make_prompt
 from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
 
 import hf_ddtree

@@ -7,12 +7,12 @@ from functools import cache
 
 import pytest
 import torch
-from fake_accelerator import TO_HOST, FakeAccelerator, moved, on_cpu
-from families import VOCAB_SIZE, first_implementation, make_model
-from random_drafter import make_drafter
+from helpers.fake_accelerator import TO_HOST, FakeAccelerator, moved, on_cpu
+from helpers.families import VOCAB_SIZE, first_implementation, make_model
+from helpers.random_drafter import make_drafter
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_ddtree.budget import FixedBudget
+from hf_ddtree.budget.policy import FixedBudget
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 
 NEW_TOKENS = 12

@@ -11,19 +11,22 @@ import random
 
 import pytest
 import torch
-from families import CASES, CONV_KERNEL, FAMILIES, RECURRENT_FAMILIES, VOCAB_SIZE, WINDOW, first_implementation
-from families import make_model as model_of
-from random_trees import SHAPES, is_prefix, random_path, random_tree
+from helpers.families import CASES, CONV_KERNEL, FAMILIES, RECURRENT_FAMILIES, VOCAB_SIZE, WINDOW, first_implementation
+from helpers.families import make_model as model_of
+from helpers.random_trees import SHAPES, is_prefix, random_path, random_tree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_ddtree.attention import dispatch
-from hf_ddtree.compat import CACHE_KEY
-from hf_ddtree.draft_tree import DraftTree
-from hf_ddtree.rows import CommittedRows
-from hf_ddtree.verification import FeatureRecorder, commit, recording_past, verify
+from hf_ddtree.interop.versions import CACHE_KEY
+from hf_ddtree.target.cache_rows import CommittedRows
+from hf_ddtree.target.commit import commit
+from hf_ddtree.target.features import FeatureRecorder
+from hf_ddtree.target.forward import verify
+from hf_ddtree.target.past_recording import recording_past
+from hf_ddtree.tree.draft_tree import DraftTree
 
 TOLERANCE = 1e-4
 # Shorter and longer than the convolution's kernel and the sliding window, and around both.

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ddtree.configuration import TREE_SHAPES
-from hf_ddtree.draft_tree import DraftTree, build_tree, conditional_candidates
-from hf_ddtree.tree_search import search_trees
+from hf_ddtree.tree.build import build_tree
+from hf_ddtree.tree.build_on_device import search_trees
+from hf_ddtree.tree.candidates import conditional_candidates
+from hf_ddtree.tree.draft_tree import DraftTree
+from hf_ddtree.tree.shape import TREE_SHAPES
 
 
 def assert_same(found: list[DraftTree], expected: list[DraftTree]) -> None:

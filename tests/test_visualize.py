@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from hf_ddtree.draft_tree import DraftTree
+from hf_ddtree.tree.draft_tree import DraftTree
 from hf_ddtree.visualize import draw_tree
 
 

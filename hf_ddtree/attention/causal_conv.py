@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .tree_batch import TreeBatch
+from ..tree.tree_batch import TreeBatch
 
 
 def ancestor_windows(trees: TreeBatch, kernel_size: int, num_cached: int) -> Tensor:

@@ -10,104 +10,24 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
-from ..transfer import on_device
-from .causal_conv import ancestor_windows, tree_causal_conv
+from .active_pass import current_pass
+from .causal_conv import tree_causal_conv
 from .gated_delta_rule import tree_gated_delta_rule
 from .kimi_delta import tree_kimi_delta
 from .mamba2 import tree_mamba2
-from .path_state import PathFactors, TreePaths
-from .query_scale import scale_correction, scales_queries
-from .tracing import traced
-from .tree_batch import TreeBatch
-
-
-class TreePass:
-    """One forward of a tree: what the stateful layers need, and what they leave for the commit.
-
-    Args:
-        trees: The round's trees.
-        num_before: `(batch,)`, for each row the entries in the cache in front of its root.
-
-    Attributes:
-        trees: The round's trees.
-        num_before: As given.
-        path_factors: One entry a layer with a recurrence, in the order of the layers.
-        conv_inputs: One entry a layer with a convolution, in the order of the layers: `(batch, channels, cached + n)`,
-            its cached inputs followed by the nodes'.
-    """
-
-    def __init__(self, trees: TreeBatch, num_before: list[int] | Tensor) -> None:
-        self.trees = trees
-        self.num_before = num_before
-        self.path_factors: list[PathFactors] = []
-        self.conv_inputs: list[Tensor] = []
-        self._windows: dict[tuple[int, int, torch.device], Tensor] = {}
-        self._paths: dict[torch.device, TreePaths] = {}
-        self._scale_corrections: dict[tuple[float, float], Tensor | None] = {}
-        self._activations: dict[str | None, nn.Module | None] = {None: None}
-
-    def windows(self, kernel_size: int, num_cached: int, device: torch.device) -> Tensor:
-        """`ancestor_windows`, made once for all layers that are alike."""
-        key = kernel_size, num_cached, device
-        if key not in self._windows:
-            self._windows[key] = ancestor_windows(self.trees, kernel_size, num_cached).to(device)
-        return self._windows[key]
-
-    def paths(self, device: torch.device) -> TreePaths:
-        """The trees' paths on a layer's device, made once for all layers there."""
-        if device not in self._paths:
-            self._paths[device] = TreePaths.of(self.trees.ancestor_mask.to(device))
-        return self._paths[device]
-
-    def activation(self, name: str | None) -> nn.Module | None:
-        """An activation of Transformers' `ACT2FN`, which makes a new module whenever it is asked."""
-        if name not in self._activations:
-            self._activations[name] = ACT2FN[name]
-        return self._activations[name]
-
-    def scale_correction(self, attn_scale: float, floor_scale: float) -> Tensor | None:
-        """`scale_correction`, made once for all layers that are alike."""
-        key = attn_scale, floor_scale
-        if key not in self._scale_corrections:
-            num_before = on_device(self.num_before, self.trees.depths.device)[:, None]
-            self._scale_corrections[key] = scale_correction(num_before, self.trees.depths, *key)
-        return self._scale_corrections[key]
-
+from .path_state import PathFactors
+from .query_scale import scales_queries
+from .tree_pass import TreePass
 
 _lock = threading.Lock()
-_active: ContextVar[TreePass | None] = ContextVar("hf_ddtree_tree_pass", default=None)
-
-
-@contextmanager
-def active(tree_pass: TreePass) -> Iterator[None]:
-    """Sends this context's calls to the tree operators. Other threads and tasks are not affected."""
-    token = _active.set(tree_pass)
-    with _lock:
-        traced.num_untraced += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            traced.num_untraced -= 1
-        _active.reset(token)
-
-
-def _current() -> TreePass | None:
-    """The tree that a call is for, if any. While traced, a call asks the context only if it could be for one there."""
-    if torch.compiler.is_compiling() and (traced.tree_pass is not None or traced.num_untraced == 0):
-        return traced.tree_pass
-    return _active.get()
 
 
 def _gated_delta_rule(tree_pass: TreePass, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -204,7 +124,7 @@ def _causal_conv_step(
 
 
 def _correct_queries(attention: Any, module: nn.Module, args: Any, queries: Tensor) -> Tensor | None:
-    tree_pass = _current()
+    tree_pass = current_pass()
     if tree_pass is None:
         return None
     correction = tree_pass.scale_correction(attention.attn_scale, attention.floor_scale)
@@ -221,10 +141,18 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_conv,
     "causal_conv1d_update": _causal_conv_step,
 }
+
+
 # What must be among the functions of a layer's module, for each kind of layer, known by how its class is called.
 DELTA_RULE = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn")
+
+
 KIMI_DELTA = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", "causal_conv1d_fn")
+
+
 MAMBA2 = ("mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_fn")
+
+
 MIXERS: dict[str, tuple[str, ...]] = {
     "GatedDeltaNet": DELTA_RULE,
     "DeltaAttention": KIMI_DELTA,
@@ -236,7 +164,10 @@ MIXERS: dict[str, tuple[str, ...]] = {
     "ShortConv": ("causal_conv1d_fn",),
 }
 
+
 _originals: dict[tuple[ModuleType, str], Callable[..., Any]] = {}
+
+
 _hooked: WeakSet[nn.Module] = WeakSet()
 
 
@@ -279,7 +210,7 @@ def _own_hooks(module: nn.Module) -> list[int]:
 def _dispatcher(original: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def dispatcher(*args: Any, **kwargs: Any) -> Any:
-        tree_pass = _current()
+        tree_pass = current_pass()
         if tree_pass is None:
             return original(*args, **kwargs)
         return operator(tree_pass, *args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .tree_batch import TreeBatch
+from ..tree.tree_batch import TreeBatch
 
 
 def tree_attention_mask(

@@ -1,12 +1,14 @@
 """Who proposes trees."""
 
-from .base import DraftContext, TreeCandidateGenerator, checked_trees, join_features
+from .base import TreeCandidateGenerator
 from .causal_lm import CausalLMTreeCandidateGenerator
 from .combined import CombinedTreeCandidateGenerator
+from .context import DraftContext, join_features
 from .dflash import DFlashTreeCandidateGenerator
 from .mtp import MTPTreeCandidateGenerator
 from .prompt_lookup import PromptLookupTreeCandidateGenerator
 from .selection import drafter_kind, make_candidate_generator
+from .tree_checks import checked_trees
 
 __all__ = [
     "CausalLMTreeCandidateGenerator",

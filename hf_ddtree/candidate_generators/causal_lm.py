@@ -13,18 +13,22 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..attention import dispatch
-from ..compat import CACHE_KEY
 from ..configuration import DDTreeConfig
-from ..draft_tree import DraftTree, top_candidates
 from ..drafters.causal_lm import check_causal_lm_fits
-from ..growing_tree import GrowingTree, grow_level
-from ..growth import give_room
-from ..placement import execution_device
-from ..rows import CommittedRows
-from ..support import check_cache
-from ..verification import FeatureRecorder, Verification, commit, recording_past, verify
-from .base import DraftContext, TreeCandidateGenerator
-from .dflash import end_tokens_of
+from ..interop.versions import CACHE_KEY
+from ..target.cache_rows import CommittedRows
+from ..target.commit import commit
+from ..target.features import FeatureRecorder
+from ..target.forward import Verification, verify
+from ..target.past_recording import recording_past
+from ..target.preallocation import give_room
+from ..target.requirements import check_cache
+from ..target.weights import execution_device
+from ..tree.candidates import top_candidates
+from ..tree.draft_tree import DraftTree
+from ..tree.growing_tree import GrowingTree, grow_level
+from .base import TreeCandidateGenerator, end_tokens_of
+from .context import DraftContext
 
 # Levels of a tree if `draft_length` does not say how many. Each costs a forward of the drafter.
 DEFAULT_DRAFT_LENGTH = 5

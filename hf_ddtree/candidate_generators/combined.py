@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ..configuration import DDTreeConfig
-from ..draft_tree import DraftTree
-from .base import DraftContext, TreeCandidateGenerator, checked_trees
+from ..tree.draft_tree import DraftTree
+from .base import TreeCandidateGenerator
+from .context import DraftContext
+from .tree_checks import checked_trees
 
 
 class CombinedTreeCandidateGenerator(TreeCandidateGenerator):

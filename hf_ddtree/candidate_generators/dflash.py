@@ -9,11 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig
-from ..draft_tree import DraftTree, best_tokens, build_tree, conditional_candidates, on_host
+from ..devices import on_device, searches
 from ..drafters import DFlash2DraftModel, DFlashContextCache, DFlashDraftModel, check_drafter_fits
-from ..transfer import on_device, searches
-from ..tree_search import search_trees
-from .base import DraftContext, KnownSequences, TreeCandidateGenerator, join_features
+from ..tree.build import build_tree
+from ..tree.build_on_device import search_trees
+from ..tree.candidates import best_tokens, conditional_candidates, on_host
+from ..tree.draft_tree import DraftTree
+from .base import TreeCandidateGenerator, end_tokens_of
+from .context import DraftContext, join_features
+from .known_sequences import KnownSequences
 
 
 @dataclass
@@ -199,9 +203,3 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
 
 # The drafter's context is never longer than twice its longest row and this.
 MOST_PADDING = 64
-
-
-def end_tokens_of(model: PreTrainedModel) -> frozenset[int]:
-    """The end-of-sequence tokens in the model's generation config."""
-    tokens = getattr(model.generation_config, "eos_token_id", None)
-    return frozenset(() if tokens is None else [tokens] if isinstance(tokens, int) else tokens)

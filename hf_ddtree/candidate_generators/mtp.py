@@ -12,22 +12,25 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.utils import ModelOutput
 
-from ..attention.dispatch import TreePass
 from ..attention.mask import to_additive, tree_attention_mask
-from ..attention.tree_batch import TreeBatch
-from ..compat import CACHE_KEY
+from ..attention.tree_pass import TreePass
 from ..configuration import DDTreeConfig
-from ..draft_tree import DraftTree, top_candidates
 from ..drafters.mtp import MTPDrafter, wrap_mtp_model
-from ..growing_tree import GrowingTree, grow_level
-from ..growth import give_room
-from ..placement import embedding_rows, execution_device, head_logits
-from ..rows import CommittedRows
-from ..support import decoder_layers
-from ..verification import Verification, commit
-from .base import DraftContext, KnownSequences, TreeCandidateGenerator
+from ..interop.versions import CACHE_KEY
+from ..target.cache_rows import CommittedRows
+from ..target.commit import commit
+from ..target.forward import Verification
+from ..target.layers import decoder_layers
+from ..target.preallocation import give_room
+from ..target.weights import embedding_rows, execution_device, head_logits
+from ..tree.candidates import top_candidates
+from ..tree.draft_tree import DraftTree
+from ..tree.growing_tree import GrowingTree, grow_level
+from ..tree.tree_batch import TreeBatch
+from .base import TreeCandidateGenerator, end_tokens_of
 from .causal_lm import DEFAULT_DRAFT_LENGTH, tokens_of
-from .dflash import end_tokens_of
+from .context import DraftContext
+from .known_sequences import KnownSequences
 
 # Most tokens a row that enter a layer at once; each sees the mask of a tree.
 TOKENS_AT_ONCE = 512

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig
-from ..draft_tree import DraftTree
-from .base import DraftContext, TreeCandidateGenerator
-from .dflash import end_tokens_of
+from ..tree.draft_tree import DraftTree
+from .base import TreeCandidateGenerator, end_tokens_of
+from .context import DraftContext
 
 # Lengths of the n-grams that are indexed. A match counts as being as long as the longest of them that it reaches.
 INDEXED_LENGTHS = (1, 2, 4, 8, 16)
@@ -93,7 +93,7 @@ class NgramIndex:
         return [Occurrence(*item) for item in length_at.items()]
 
 
-class Trust:
+class MatchAccuracy:
     """How often what followed a match before was right, learned while decoding: a Beta mean a situation and length."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         ]
 
     def _forget(self, num_rows: int) -> None:
-        self._trust = Trust()
+        self._trust = MatchAccuracy()
         self._indices = [self._new_index() for _ in range(num_rows)]
         self._found: list[list[Occurrence]] = [[] for _ in range(num_rows)]
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from ..configuration import DDTreeConfig, describe_type
+from ..configuration import DDTreeConfig
 from ..drafters import DFlashDraftModel, is_native, view_native
 from ..drafters.mtp import MTPDrafter
-from ..placement import execution_device
+from ..target.weights import execution_device
+from ..validation import describe_type
 from .base import TreeCandidateGenerator
 from .causal_lm import CausalLMTreeCandidateGenerator
 from .dflash import DFlashTreeCandidateGenerator

@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..placement import execution_device
-from ..support import check_target
+from ..target.requirements import check_target
+from ..target.weights import execution_device
 
 # Tables of embeddings are padded to round sizes, each model's to its own, and have rows for added tokens. This
 # explains so many rows, and so much of the larger table; a tokenizer of its own differs by more.

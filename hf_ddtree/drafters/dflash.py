@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from ..calibration import Calibration
-from ..placement import embedding_rows, execution_device, head_logits
+from ..target.weights import embedding_rows, execution_device, head_logits
+from .calibration import Calibration
 
 
 @strict

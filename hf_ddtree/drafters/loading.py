@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from ..placement import execution_device
+from ..target.weights import execution_device
 from .causal_lm import check_causal_lm, is_causal_lm, load_causal_lm
 from .dflash import DFlashConfig, DFlashDraftModel
 from .dflash2 import DFlash2Config, DFlash2DraftModel

@@ -24,8 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.utils import cached_file
 
-from ..placement import execution_device
-from ..support import decoder_layers
+from ..target.layers import decoder_layers
+from ..target.weights import execution_device
 
 # The families whose checkpoints hold `mtp.*` tensors that Transformers does not load.
 MTP_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

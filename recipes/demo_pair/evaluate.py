@@ -15,9 +15,10 @@ from self_text import open_rows
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
-from hf_ddtree.calibration import Calibration
-from hf_ddtree.draft_tree import best_tokens, build_tree, conditional_candidates, top_candidates
 from hf_ddtree.drafters import DFlash2DraftModel, DFlashDraftModel, load_drafter
+from hf_ddtree.drafters.calibration import Calibration
+from hf_ddtree.tree.build import build_tree
+from hf_ddtree.tree.candidates import best_tokens, conditional_candidates, top_candidates
 
 CANDIDATES = 64
 

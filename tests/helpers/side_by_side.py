@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from families import VOCAB_SIZE
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import hf_ddtree
+from helpers.families import VOCAB_SIZE
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 
 PROMPT_LENGTH = 10

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .configuration import TreeShape
 from .draft_tree import DraftTree
+from .shape import TreeShape
 
 
 class GrowingTree:

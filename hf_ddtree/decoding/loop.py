@@ -10,25 +10,28 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from ..attention import dispatch
+from ..attention.tree_pass import TreePass
+from ..budget.policy import BudgetPolicy, RoundCost, checked_nodes
+from ..candidate_generators import DraftContext, TreeCandidateGenerator, checked_trees, join_features
+from ..devices import on_device, searches
+from ..interop.versions import CACHE_KEY, cache_of, prompt_length
+from ..output import DDTreeStats
+from ..target.cache_rows import CommittedRows
+from ..target.commit import commit
+from ..target.compiled import compiled_forward, num_graphs
+from ..target.features import FeatureRecorder
+from ..target.forward import attention_windows, step, verify
+from ..target.past_recording import recording_past
+from ..target.preallocation import growing
+from ..target.requirements import check_cache
+from ..target.static_cache import most_drafted
+from ..target.weights import execution_device
+from ..tree.draft_tree import DraftTree
 from .acceptance import Chooser, accept, follow
-from .attention import dispatch
-from .attention.dispatch import TreePass
-from .budget import BudgetPolicy, RoundCost, checked_nodes
-from .candidate_generators import DraftContext, TreeCandidateGenerator, checked_trees, join_features
-from .compat import CACHE_KEY, cache_of, prompt_length
-from .compiled import compiled_forward, num_graphs
-from .draft_tree import DraftTree
-from .emission import RowGroup, gather_rows, last_tokens
-from .growth import growing
-from .look_ahead import LookAhead
-from .output import DDTreeStats
-from .placement import execution_device
-from .processes import Processes
-from .rows import CommittedRows
-from .static_cache import most_drafted
-from .support import check_cache
-from .transfer import on_device, searches
-from .verification import FeatureRecorder, attention_windows, commit, recording_past, step, verify
+from .acceptance_on_device import LookAhead
+from .distributed import Processes
+from .sequences import RowGroup, gather_rows, last_tokens
 
 PADDING_AT_ONCE = 64
 

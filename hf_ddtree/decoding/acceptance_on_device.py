@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..tree.tree_batch import TreeBatch
 from .acceptance import Choices, Chooser
-from .attention.tree_batch import TreeBatch
 
 
 class LookAhead:

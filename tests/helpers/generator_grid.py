@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from families import first_implementation, make_model
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from hf_ddtree.compat import CACHE_KEY
+from helpers.families import first_implementation, make_model
+from hf_ddtree.interop.versions import CACHE_KEY
 
 # Full attention, recurrent state beside full attention, and sliding windows.
 GRID_FAMILIES = ("llama", "qwen3_5", "mistral")

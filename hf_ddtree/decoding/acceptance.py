@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from .draft_tree import DraftTree
-from .transfer import on_device
+from ..devices import on_device
+from ..tree.draft_tree import DraftTree
 
 # Processors that treat each row of scores by itself and never look at the tokens before it. Exact types, as a
 # subclass may do otherwise.

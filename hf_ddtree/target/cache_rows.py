@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transfer import on_device
+from ..devices import on_device
 
 
 class CommittedRows:

@@ -8,17 +8,17 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from families import VOCAB_SIZE, make_model
-from random_drafter import make_drafter
-from side_by_side import make_prompt
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_ddtree  # noqa: F401
+from helpers.families import VOCAB_SIZE, make_model
+from helpers.random_drafter import make_drafter
+from helpers.side_by_side import make_prompt
+from hf_ddtree.target.forward import Verification
 from hf_ddtree.testing import OracleTreeCandidateGenerator
-from hf_ddtree.verification import Verification
 
 FAMILIES = ("llama", "gemma3", "qwen3_5")
 RETURNED = {"return_dict_in_generate": True}

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 from transformers.utils import ModelOutput
 
+from ..devices import on_device
 from .acceptance import Choices
-from .transfer import on_device
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer

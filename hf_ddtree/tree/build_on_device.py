@@ -16,8 +16,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .configuration import TreeShape, require_positive_int, require_tree_shape
-from .draft_tree import DraftTree, rank_pairs
+from ..validation import require_positive_int
+from .build import rank_pairs
+from .draft_tree import DraftTree
+from .shape import TreeShape, require_tree_shape
 
 KEY_SHIFT = 1 << 32
 

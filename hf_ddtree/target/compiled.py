@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
-from .attention.dispatch import TreePass
-from .attention.path_state import PathFactors
-from .attention.tracing import traced
-from .attention.tree_batch import TreeBatch
-from .compat import default_compile_config
+from ..attention.active_pass import traced
+from ..attention.path_state import PathFactors
+from ..attention.tree_pass import TreePass
+from ..interop.versions import default_compile_config
+from ..tree.tree_batch import TreeBatch
 
 logger = logging.get_logger(__name__)
 # Models that could not be compiled, which takes long to find out.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hf_ddtree.draft_tree import DraftTree
+from hf_ddtree.tree.draft_tree import DraftTree
 
 SHAPES = ("single", "chain", "star", "bushy", "deep", "straggling")
 

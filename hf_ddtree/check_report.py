@@ -28,15 +28,19 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import dispatch
-from .budget import AutoBudget
+from .attention.tree_pass import TreePass
+from .budget.auto import AutoBudget
 from .candidate_generators import drafter_kind
-from .compat import CACHE_KEY
 from .configuration import DDTreeConfig
-from .draft_tree import DraftTree
 from .drafters import check_checkpoint_fits, is_drafter_alone
-from .rows import CommittedRows
-from .support import check_target, first_changing_position, layer_types
-from .verification import FeatureRecorder, recording_past, verify
+from .interop.versions import CACHE_KEY
+from .target.cache_rows import CommittedRows
+from .target.features import FeatureRecorder
+from .target.forward import verify
+from .target.layers import first_changing_position, layer_types
+from .target.past_recording import recording_past
+from .target.requirements import check_target
+from .tree.draft_tree import DraftTree
 
 AUTO_CLASSES = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
@@ -416,7 +420,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _tensors(part)
-    elif is_dataclass(value) or isinstance(value, dispatch.TreePass):
+    elif is_dataclass(value) or isinstance(value, TreePass):
         yield from _tensors(vars(value))
 
 

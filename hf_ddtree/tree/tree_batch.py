@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..draft_tree import DraftTree
-from ..transfer import on_device
+from ..devices import on_device
+from .draft_tree import DraftTree
 
 
 @dataclass(frozen=True)

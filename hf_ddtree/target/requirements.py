@@ -1,11 +1,10 @@
-"""Which targets and calls can be decoded by tree, and why the others can't."""
+"""Which targets can be decoded with trees, and why the others cannot."""
 
 from __future__ import annotations
 
 import inspect
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessorList,
     PretrainedConfig,
     PreTrainedModel,
     StaticCache,
@@ -29,10 +27,8 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from transformers.generation import logits_process
 
-from .attention.dispatch import MIXERS
-from .compat import (
+from ..interop.versions import (
     CACHE_KEY,
     EMPTY_CACHE_LAYERS,
     is_sharded_by_wrappers,
@@ -40,18 +36,27 @@ from .compat import (
     is_split_into_stages,
     tensor_parallel_group,
 )
-from .placement import execution_device
+from .layers import (
+    LAYER_TYPES,
+    STATEFUL_LAYER_TYPES,
+    WINDOWS,
+    first_changing_position,
+    layer_types,
+    operators_of,
+    window_of,
+)
+from .weights import execution_device
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
-# For each kind of attention layer, what its configuration calls the number of keys that it reaches; None for all keys.
-WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-# Layers with a convolution, and with a recurrence or without one.
-STATEFUL_LAYER_TYPES = ("linear_attention", "conv")
-# The last two keep nothing.
-LAYER_TYPES = (*WINDOWS, *STATEFUL_LAYER_TYPES, "moe", "mlp")
+
+
 # Kinds of layers that a tree would change, and why.
 BY_PLACE = "it picks keys by their places in the cache, and branches that a node must not see have places there too"
+
+
 MERGING = "it merges keys that stand side by side in the cache, even of different branches"
+
+
 UNKNOWN_LAYER_TYPES = {
     "indexed_attention": BY_PLACE,
     "deepseek_sparse_attention": BY_PLACE,
@@ -60,38 +65,15 @@ UNKNOWN_LAYER_TYPES = {
     "compressed_sparse_attention": MERGING,
     "heavily_compressed_attention": MERGING,
 }
+
+
 CACHE_ARGUMENTS = {"cache", "past_key_values", "cache_params", "state"}
-# What Transformers calls two layers in one.
-LAYERS_IN_ONE = {"hybrid": ("linear_attention", "full_attention")}
-GENERATION_MODES = ("greedy_search", "sample")
-GUIDANCE_PROCESSORS = (
-    logits_process.ClassifierFreeGuidanceLogitsProcessor,
-    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
-# What asks for another way to draft, and what does not work as it should, whoever sets it; and what to do instead.
-OTHER_DRAFTERS = ("use_mtp", "assistant_early_exit")
-# What says how others draft. A model's own generation config may hold these, where they change no output.
-OTHER_DRAFTERS_KNOBS = {
-    "assistant_tokenizer": "Drafters share the target's tokenizer; leave it out.",
-    "num_assistant_tokens": "Set `draft_length` and `tree_budget`.",
-    "num_assistant_tokens_schedule": "Set `tree_budget`.",
-    "assistant_confidence_threshold": "Set `tree_budget`: the nodes go where the drafter is confident.",
-    "assistant_lookbehind": "Drafters share the target's tokenizer; leave it out.",
-    "target_lookbehind": "Drafters share the target's tokenizer; leave it out.",
-    "assistant_ensemble_weight": "Tree decoding changes no probability; leave it out.",
-    "speculation_type": "`generation_strategy` says it already; leave it out.",
-}
-# Caches that Transformers answers in a way of its own before it asks a decoding method.
-OTHER_CACHES = {
-    "paged": "continuous batching, which does not decode by tree",
-    "quantized": "a cache in few bits, from which the entries of rejected branches cannot be taken back",
-}
-# What says how Transformers looks continuations up, which trees do as well.
-LOOKUP_ARGUMENTS = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
-# Rotary embeddings whose frequencies depend on the highest position of a forward.
-CHANGING_ROPE_TYPES = ("dynamic", "longrope")
+
+
 # Models whose attention goes by a key's index in the cache, where a node's siblings have a place as well.
 INDEXED_KEYS = ("doge", "git", "gpt_neo")
+
+
 CACHE_LAYERS = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -101,79 +83,6 @@ CACHE_LAYERS = (
     LinearAttentionAndStaticFullAttentionLayer,
     *EMPTY_CACHE_LAYERS,
 )
-
-
-def check_arguments(
-    setting: Callable[[str], Any], set_by_call: Callable[[str], Any], tree_lookup: bool = False
-) -> None:
-    """Refuses arguments that Transformers would ignore, or refuse for a reason that does not hold here.
-
-    Args:
-        setting: The value of an argument of `generate()`, whoever sets it; None if nobody does.
-        set_by_call: The same, None if it is but the model's default.
-        tree_lookup: Whether continuations are looked up, which the knobs have taken from these arguments.
-
-    Raises:
-        ValueError: If there is one. The message says what works instead.
-    """
-    for name in OTHER_DRAFTERS:
-        if setting(name):
-            raise ValueError(
-                f"Tree decoding does greedy search and sampling, but `{name}` asks for assisted generation by another "
-                "drafter. Leave it out and pass a drafter as `assistant_model` or a `TreeCandidateGenerator` as "
-                "`candidate_generator`, or generate without `generation_strategy`."
-            )
-    if not tree_lookup and setting("prompt_lookup_num_tokens") is not None:
-        raise ValueError(
-            "`prompt_lookup_num_tokens` is set, which Transformers would answer with its own assisted generation. "
-            "Leave it out and give `tree_lookup=True` and `draft_length` to `hf_ddtree.ddtree`, or generate without "
-            "`generation_strategy`."
-        )
-    if not tree_lookup and set_by_call("max_matching_ngram_size") is not None:
-        raise ValueError(
-            "`max_matching_ngram_size` is set, but nothing is looked up. Set `tree_lookup=True` as well, or leave it "
-            "out."
-        )
-    for name, instead in OTHER_DRAFTERS_KNOBS.items():
-        if set_by_call(name) is not None:
-            raise ValueError(
-                f"`{name}` is for the drafters of Transformers' own assisted generation and has no meaning in tree "
-                f"decoding. {instead}"
-            )
-    if setting("is_assistant"):
-        raise ValueError(
-            "`is_assistant` is True, but a model that drafts for another one must not be decoded by tree. Leave it "
-            "out, or generate without `generation_strategy`."
-        )
-    if (kind := setting("cache_implementation")) in OTHER_CACHES:
-        raise ValueError(
-            f"`cache_implementation={kind!r}` asks for {OTHER_CACHES[kind]}. Leave `cache_implementation` unset, or "
-            "generate without `generation_strategy`."
-        )
-
-
-def check_call(generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> None:
-    """Refuses what tree decoding cannot do exactly.
-
-    Raises:
-        ValueError: If the call asks for beams, for another way to decode or for guidance.
-    """
-    if generation_config.num_beams is not None and generation_config.num_beams > 1:
-        raise ValueError(
-            f"Tree decoding follows one sequence, but `num_beams` is {generation_config.num_beams}. Set "
-            "`num_beams=1`, or generate without `generation_strategy`."
-        )
-    mode = generation_config.get_generation_mode()
-    if mode not in GENERATION_MODES:
-        raise ValueError(
-            f"Tree decoding does greedy search and sampling, but other arguments ask for {mode.replace('_', ' ')}. "
-            "Leave them out, or generate without `generation_strategy`."
-        )
-    if any(isinstance(processor, GUIDANCE_PROCESSORS) for processor in logits_processor):
-        raise ValueError(
-            "Tree decoding does not work with classifier-free guidance, which runs the model on a second prompt. "
-            "Leave `guidance_scale` unset, or generate without `generation_strategy`."
-        )
 
 
 def check_processes(model: PreTrainedModel, generation_config: GenerationConfig, synced_gpus: bool | None) -> None:
@@ -334,19 +243,6 @@ def check_positions(model: PreTrainedModel, input_ids: Tensor, max_length: int |
         )
 
 
-def first_changing_position(model: PreTrainedModel) -> int | None:
-    """The number of positions up to which the rotary embeddings stay as they are; None if they always do."""
-    config = model.config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
-    limits = [
-        min(config.max_position_embeddings, entry.get("original_max_position_embeddings") or math.inf)
-        for entry in nested or [parameters]
-        if entry.get("rope_type") in CHANGING_ROPE_TYPES
-    ]
-    return min(map(int, limits), default=None)
-
-
 def check_cache(cache: Cache | None) -> None:
     """Refuses a cache that cannot take a tree and give back one path of it.
 
@@ -387,42 +283,9 @@ def check_cache(cache: Cache | None) -> None:
         )
 
 
-def layer_types(config: PretrainedConfig) -> list[str]:
-    """The kind of each decoder layer: its entry in `layer_types`, or what Transformers infers where there are none.
-
-    Two layers in one count as two.
-    """
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return [layer for kind in kinds for layer in LAYERS_IN_ONE.get(kind, (kind,))]
-    inferred = (kind for kind in ("sliding_attention", "chunked_attention") if window_of(config, kind) is not None)
-    return [next(inferred, "full_attention")] * config.num_hidden_layers
-
-
-def window_of(config: PretrainedConfig, kind: str) -> int | None:
-    """How many keys an attention layer of a kind reaches, the query's own included; None if all."""
-    name = WINDOWS.get(kind)
-    return None if name is None else getattr(config, name, None)
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The target's decoder layers, in order.
-
-    Raises:
-        ValueError: If the model does not have them under `layers` of its decoder.
-    """
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(
-            f"{type(model).__name__} has no list `layers` of decoder layers, so the features that the drafter needs "
-            "cannot be recorded. Use another drafter."
-        )
-    return layers
-
-
 def _has_known_state(config: PretrainedConfig, modules: Sequence[nn.Module]) -> bool:
     """Whether all that the model keeps besides keys and values is the state of layers that the operators know."""
-    mixers = [(type(module), functions) for module in modules if (functions := _functions_of(module))]
+    mixers = [(type(module), functions) for module in modules if (functions := operators_of(module))]
     return (
         len(mixers) == sum(kind in STATEFUL_LAYER_TYPES for kind in layer_types(config))
         and getattr(config, "number_of_conv_states", 1) == 1
@@ -430,17 +293,11 @@ def _has_known_state(config: PretrainedConfig, modules: Sequence[nn.Module]) -> 
     )
 
 
-def _functions_of(module: nn.Module) -> tuple[str, ...]:
-    """The functions that the operators stand for in a layer with a known state; none if it is no such layer."""
-    name = type(module).__name__
-    return next((functions for ending, functions in MIXERS.items() if name.endswith(ending)), ())
-
-
 def _layers_with_unknown_state(model: PreTrainedModel) -> list[str]:
     """Names of the innermost classes that take a cache and are neither known nor, if there are others, attention."""
     takers = [module for module in model.modules() if _takes_cache(module)]
     outer = {id(taker) for taker in takers if any(_takes_cache(inner) for inner in list(taker.modules())[1:])}
-    names = {type(taker).__name__ for taker in takers if id(taker) not in outer and not _functions_of(taker)}
+    names = {type(taker).__name__ for taker in takers if id(taker) not in outer and not operators_of(taker)}
     return sorted({name for name in names if not name.endswith("Attention")} or names)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-from .compat import is_sharded_over_processes, tensor_parallel_group
-from .draft_tree import DraftTree
+from ..interop.versions import is_sharded_over_processes, tensor_parallel_group
+from ..tree.draft_tree import DraftTree
 
 
 class Processes:

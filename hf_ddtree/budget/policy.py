@@ -1,0 +1,97 @@
+"""The interface of a budget policy, and the fixed budget."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from ..tree.draft_tree import DraftTree
+from ..tree.shape import MOST_NODES
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """What a round took and gave.
+
+    Attributes:
+        num_cached: Tokens in the target's cache before it, of the longest row.
+        num_rows: Rows of the batch.
+        num_drafted: Drafted nodes of the largest tree that was verified; 0 if none was.
+        accepted: For each row, how many drafted tokens were emitted.
+        draft_seconds: Time to propose the trees and to choose their size, None if nothing was asked for.
+        verify_seconds: Time from then until the path's tokens are committed.
+    """
+
+    num_cached: int
+    num_rows: int
+    num_drafted: int
+    accepted: Sequence[int]
+    draft_seconds: float | None
+    verify_seconds: float
+
+
+class BudgetPolicy(ABC):
+    """Decides each round how many nodes to draft, and how many of them to verify. Pass one as `tree_budget`.
+
+    Attributes:
+        most_nodes: Drafted nodes that a static cache gets room for; larger trees are cut to their most probable nodes.
+    """
+
+    most_nodes: int = 64
+
+    @abstractmethod
+    def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
+        """Most nodes a row that the generator shall draft; 0 to draft nothing and decode one token.
+
+        Args:
+            num_cached: Tokens in the target's cache, of the longest row.
+            num_rows: Rows of the batch.
+        """
+
+    def nodes_to_verify(self, trees: Sequence[DraftTree], num_cached: int) -> int:
+        """How many drafted nodes of each tree to verify, the most probable ones; 0 for the root alone.
+
+        Args:
+            trees: What was drafted, one for each row that has not finished. By default all of it is verified.
+            num_cached: Tokens in the target's cache, of the longest row.
+        """
+        return max(tree.num_drafted for tree in trees)
+
+    def observe(self, cost: RoundCost) -> None:  # noqa: B027
+        """Learns from a round; by default nothing."""
+
+
+def checked_nodes(policy: BudgetPolicy, name: str, nodes: Any) -> int:
+    """A number of nodes that a policy gives, no more than a tree can have.
+
+    Args:
+        policy: Who gives it.
+        name: Of its method or attribute.
+        nodes: What that gives.
+
+    Raises:
+        ValueError: If it is no integer of at least 0.
+    """
+    if not isinstance(nodes, Integral) or isinstance(nodes, bool) or int(nodes) < 0:
+        raise ValueError(
+            f"`{name}` of the policy `{type(policy).__name__}` must give an integer of at least 0, a number of nodes, "
+            f"but gives {nodes!r}."
+        )
+    return min(int(nodes), MOST_NODES)
+
+
+class FixedBudget(BudgetPolicy):
+    """The same number of nodes each round.
+
+    Args:
+        num_nodes: Drafted nodes, the root excluded.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = self.most_nodes = num_nodes
+
+    def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
+        return self.num_nodes

@@ -1,0 +1,66 @@
+"""What a generator may know when it proposes the trees of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a generator may know when it proposes the trees of a round.
+
+    Attributes:
+        input_ids: `(batch, length)` int64, every token so far; the last one of each row is its root, which the target
+            has not seen yet. Rows that are behind are padded at the left.
+        root_positions: For each row, the number of tokens that the target has seen, padding included. More than
+            `length - 1` after a prompt of embeddings.
+        features: `(batch, tokens, len(feature_layers) * hidden_size)`, what the target's hooked layers gave for the
+            tokens committed since the last call, aligned at the left. None if the generator hooks no layers, or is
+            asked outside of tree decoding.
+        num_features: For each row, how many entries of `features` are its own; they end right before its root.
+        attention_mask: `(batch, length)` bool, False where `input_ids` hold padding. None if they hold none, or
+            only in front of rows that are behind.
+        emitted: For each row, the tokens that it has emitted since the last call; none if it had finished. Empty
+            before there was a round, or outside of tree decoding.
+        last_tokens: For each row the last of `input_ids`, if the host knows them; see `roots`.
+    """
+
+    input_ids: Tensor
+    root_positions: Sequence[int]
+    features: Tensor | None = None
+    num_features: Sequence[int] = ()
+    attention_mask: Tensor | None = None
+    emitted: Sequence[Sequence[int]] = ()
+    last_tokens: Sequence[int] = ()
+
+    @property
+    def roots(self) -> list[int]:
+        """The token of each row's root; without asking the device of `input_ids` if the host knows them."""
+        return list(self.last_tokens) or self.input_ids[:, -1].tolist()
+
+
+def join_features(news: Sequence[tuple[Tensor | None, Sequence[int]]]) -> tuple[Tensor | None, list[int]]:
+    """The features of several rounds, one after the other in each row.
+
+    Args:
+        news: For each round the `features` and `num_features` of a `DraftContext`.
+
+    Returns:
+        The same for all of them.
+    """
+    counts = [sum(of_row) for of_row in zip(*(counts for _, counts in news))]
+    parts = [features for features, _ in news if features is not None]
+    if not parts:
+        return None, counts
+    if len(parts) == 1:
+        return parts[0], counts
+    if len(counts) == 1:
+        return torch.cat(parts, dim=1), counts
+    rows = [
+        torch.cat([part[row, : count[row]] for part, (_, count) in zip(parts, news)]) for row in range(len(counts))
+    ]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), counts

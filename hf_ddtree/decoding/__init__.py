@@ -1,0 +1,1 @@
+"""The decoding loop: rounds of propose, verify, accept, commit and stop."""

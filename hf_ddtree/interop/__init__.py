@@ -1,0 +1,1 @@
+"""All that touches private or version-dependent parts of Transformers."""

@@ -1,0 +1,84 @@
+"""Facts about a target's layers: their kinds, their windows, where they are."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from ..attention.dispatch import MIXERS
+
+# For each kind of attention layer, what its configuration calls the number of keys that it reaches; None for all keys.
+WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
+# Layers with a convolution, and with a recurrence or without one.
+STATEFUL_LAYER_TYPES = ("linear_attention", "conv")
+
+
+# The last two keep nothing.
+LAYER_TYPES = (*WINDOWS, *STATEFUL_LAYER_TYPES, "moe", "mlp")
+
+
+# What Transformers calls two layers in one.
+LAYERS_IN_ONE = {"hybrid": ("linear_attention", "full_attention")}
+
+
+# Rotary embeddings whose frequencies depend on the highest position of a forward.
+CHANGING_ROPE_TYPES = ("dynamic", "longrope")
+
+
+def first_changing_position(model: PreTrainedModel) -> int | None:
+    """The number of positions up to which the rotary embeddings stay as they are; None if they always do."""
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    limits = [
+        min(config.max_position_embeddings, entry.get("original_max_position_embeddings") or math.inf)
+        for entry in nested or [parameters]
+        if entry.get("rope_type") in CHANGING_ROPE_TYPES
+    ]
+    return min(map(int, limits), default=None)
+
+
+def layer_types(config: PretrainedConfig) -> list[str]:
+    """The kind of each decoder layer: its entry in `layer_types`, or what Transformers infers where there are none.
+
+    Two layers in one count as two.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return [layer for kind in kinds for layer in LAYERS_IN_ONE.get(kind, (kind,))]
+    inferred = (kind for kind in ("sliding_attention", "chunked_attention") if window_of(config, kind) is not None)
+    return [next(inferred, "full_attention")] * config.num_hidden_layers
+
+
+def window_of(config: PretrainedConfig, kind: str) -> int | None:
+    """How many keys an attention layer of a kind reaches, the query's own included; None if all."""
+    name = WINDOWS.get(kind)
+    return None if name is None else getattr(config, name, None)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The target's decoder layers, in order.
+
+    Raises:
+        ValueError: If the model does not have them under `layers` of its decoder.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"{type(model).__name__} has no list `layers` of decoder layers, so the features that the drafter needs "
+            "cannot be recorded. Use another drafter."
+        )
+    return layers
+
+
+def operators_of(module: nn.Module) -> tuple[str, ...]:
+    """The functions that the operators stand for in a layer with a known state; none if it is no such layer."""
+    name = type(module).__name__
+    return next((functions for ending, functions in MIXERS.items() if name.endswith(ending)), ())

@@ -1,0 +1,240 @@
+"""Building the token tree of one round from a drafter's distributions."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..validation import require_positive_int
+from .draft_tree import DraftTree
+from .shape import TreeShape, require_tree_shape
+
+
+def build_tree(
+    log_probs: Tensor,
+    token_ids: Tensor,
+    root_token_id: int,
+    budget: int,
+    shape: TreeShape = "best_first",
+    draft_length: int | None = None,
+    check: bool = True,
+    next_state: Tensor | None = None,
+) -> DraftTree:
+    """Builds the token tree of one round from one distribution a depth (DDTree, arXiv:2604.12989, algorithm 1), or
+    from distributions that depend on how a prefix came about.
+
+    The probability of a prefix is the product of its tokens' probabilities at their depths. `"best_first"` keeps the
+    `budget` most probable prefixes; ties go to the smaller depth, then to the more probable parent, then to the better
+    candidate. `"spine_first"` keeps the most probable token of every depth and spends what is left best-first, and
+    `"chain"` keeps the former alone. Candidates of probability zero are never drafted, so a tree can be smaller than
+    its budget.
+
+    With `next_state`, every prefix has a state, the root's being 0. It chooses the distribution of the next token, and
+    `next_state` says what state that token leads to. The spine then takes the best candidate given the one before.
+
+    The nodes of the result are ordered by depth, then by falling probability.
+
+    The search goes one depth at a time, with all of the depth's prefixes in one array. The candidate of rank `r` below
+    the prefix that has rank `p` among those of its state comes after all such pairs of ranks up to `p` and `r`, so it
+    can only be among the `budget` best if `(p + 1) * (r + 1) <= budget`: about `budget * ln(budget)` pairs a depth and
+    state, whatever the number of candidates.
+
+    Args:
+        log_probs: `(depth, k)`, or `(depth, states, k)` with `next_state`. Log-probabilities, descending along `k`;
+            -inf for what must not be drafted.
+        token_ids: Integers like `log_probs`, the tokens they belong to, distinct along `k`.
+        root_token_id: Token of the root, the last emitted one.
+        budget: Most nodes to draft, the root excluded.
+        shape: `"best_first"`, `"spine_first"` or `"chain"`.
+        draft_length: Depth of the deepest node, at most (and by default) `depth`.
+        check: Whether to check the candidates. What `top_candidates` and `conditional_candidates` return needs none.
+        next_state: `(states, k)` or `(depth, states, k)` integers below `states`. None if `log_probs` has no states.
+
+    Raises:
+        ValueError: If an argument is not as described.
+    """
+    require_positive_int("budget", budget)
+    require_tree_shape("shape", shape)
+    if draft_length is not None:
+        require_positive_int("draft_length", draft_length, or_none=True)
+    if check:
+        _check_candidates(log_probs, token_ids, next_state)
+    costs = -log_probs.detach().to("cpu", torch.float32).numpy()
+    tokens = token_ids.detach().to("cpu", torch.int64).numpy()
+    depth, row = len(costs), costs.shape[-1]
+    states = (
+        None
+        if next_state is None
+        else np.broadcast_to(next_state.detach().to("cpu", torch.int64).numpy(), costs.shape)
+    )
+    depth = min(depth, budget, draft_length or depth)
+    width = 1 if shape == "chain" else min(row, budget)
+    spine = 0 if shape == "spine_first" else None
+
+    if states is None:
+        all_parents, all_ranks, pair_ends = rank_pairs(budget, width)
+
+    # A prefix is known by its place in the concatenation of all levels; level 0 is the root. A level's candidates are
+    # known by their place in its flat array.
+    level_costs = [np.zeros(1, dtype=np.float32)]
+    level_parents, level_entries, spine_places = [], [], [0]
+    in_state = np.zeros(1, dtype=np.int64)
+    cheapest = level_costs[0][:0]
+    limit, start = np.float32(np.inf), 0
+    for level in range(depth):
+        frontier = level_costs[-1]
+        if states is None:
+            pairs = pair_ends[len(frontier)]
+            pair_parent, entry = all_parents[:pairs], all_ranks[:pairs]
+        else:
+            reach = len(frontier) if spine is not None else int(frontier.searchsorted(limit))
+            pair_parent, pair_rank = _pairs_by_state(in_state[:reach], budget, width)
+            entry = in_state.take(pair_parent) * row + pair_rank
+        pair_costs = frontier.take(pair_parent)
+        pair_costs += costs[level].take(entry)
+        within = (pair_costs < limit).nonzero()[0]
+        if len(within) > budget:
+            within = (pair_costs <= np.partition(pair_costs, budget - 1)[budget - 1]).nonzero()[0]
+        if len(within) > 1:
+            within = within.take(pair_costs.take(within).argsort(kind="stable")[:budget])
+        if spine is not None:
+            within, spine = _keep_spine(within, pair_costs, int(pair_parent.searchsorted(spine)))
+        if len(within) == 0:
+            break
+        level_parents.append(pair_parent.take(within) + start)
+        level_entries.append(entry.take(within))
+        level_costs.append(pair_costs.take(within))
+        start += len(frontier)
+        if spine is not None:
+            spine_places.append(start + spine)
+        if states is not None:
+            in_state = states[level].take(level_entries[-1])
+        cheapest = np.concatenate((cheapest, level_costs[-1]))
+        if len(cheapest) >= budget:
+            cheapest.partition(budget - 1)
+            cheapest = cheapest[:budget]
+            limit = cheapest[-1]
+
+    if len(level_costs) == 1:
+        return DraftTree.root_only(root_token_id)
+    path_costs = np.concatenate(level_costs)
+    priority = path_costs.copy()
+    priority[spine_places] = -np.inf
+    kept = priority.argsort(kind="stable")[: budget + 1]
+    kept.sort()
+    drafted = kept[1:] - 1
+    step = np.arange(len(level_parents)).repeat([len(level) for level in level_parents]).take(drafted)
+    candidates = tokens.reshape(len(tokens), -1)[step, np.concatenate(level_entries).take(drafted)]
+    parents = kept.searchsorted(np.concatenate(level_parents).take(drafted))
+    return DraftTree(
+        torch.from_numpy(np.concatenate(([root_token_id], candidates))),
+        torch.from_numpy(np.concatenate(([-1], parents))),
+        torch.from_numpy(-path_costs.take(kept)),
+    )
+
+
+def _keep_spine(within: np.ndarray, pair_costs: np.ndarray, pair: int) -> tuple[np.ndarray, int | None]:
+    """Adds the spine's next pair to the pairs `within` a level if it is not among them, and says where it is there.
+
+    None where the spine ends, because its next token has probability zero. A pair that was left out is dearer than
+    those that were not, so they stay in order.
+    """
+    if pair_costs[pair] == np.inf:
+        return within, None
+    place = (within == pair).nonzero()[0]
+    if len(place):
+        return within, int(place[0])
+    return np.append(within, pair), len(within)
+
+
+@lru_cache(maxsize=64)
+def rank_pairs(budget: int, width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Pairs (parent rank, candidate rank) that can be among the `budget` best, by parent rank, then candidate rank.
+
+    Returns:
+        Parent ranks and candidate ranks, both `(pairs,)` int64, and for each number of parents, from 0 to `budget`,
+        how many of the pairs come from that many first parents.
+    """
+    parents, ranks = _pairs_of(np.arange(budget), budget, width)
+    return parents, ranks, parents.searchsorted(np.arange(budget + 1)).tolist()
+
+
+def _pairs_by_state(in_state: np.ndarray, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """`rank_pairs` where parents compete with those of their own state alone, for all of the parents.
+
+    Args:
+        in_state: `(parents,)` int64, the state of each parent, the best parent first.
+    """
+    if len(in_state) * width <= MANY_PAIRS:
+        return _all_pairs(len(in_state), width)
+    order = in_state.argsort(kind="stable")
+    by_state = in_state.take(order)
+    ranks = np.empty_like(order)
+    ranks[order] = np.arange(len(order)) - by_state.searchsorted(by_state)
+    return _pairs_of(ranks, budget, width)
+
+
+# Up to so many pairs it takes less time to look at all of them than to find out which can be among the best.
+MANY_PAIRS = 2**13
+
+
+@lru_cache(maxsize=256)
+def _all_pairs(parents: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(parents).repeat(width), np.tile(np.arange(width), parents)
+
+
+def _pairs_of(parent_ranks: np.ndarray, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    counts = np.minimum(budget // (parent_ranks + 1), width).clip(min=1)
+    ends = counts.cumsum()
+    parents = np.arange(len(counts)).repeat(counts)
+    return parents, np.arange(len(parents)) - (ends - counts).take(parents)
+
+
+def _check_candidates(log_probs: Tensor, token_ids: Tensor, next_state: Tensor | None) -> None:
+    """Raises `ValueError` unless all are of the same shape, sorted, distinct, and lead to states that exist."""
+    expected = "(depth, k)" if next_state is None else "(depth, states, k)"
+    if log_probs.ndim != (2 if next_state is None else 3) or 0 in log_probs.shape:
+        raise ValueError(
+            f"`log_probs` has shape {tuple(log_probs.shape)}, but must have shape {expected}, none of them 0, as "
+            f"`next_state` is {'not ' if next_state is None else ''}given."
+        )
+    if token_ids.shape != log_probs.shape:
+        raise ValueError(
+            f"`token_ids` has shape {tuple(token_ids.shape)}, but must have that of `log_probs`, "
+            f"{tuple(log_probs.shape)}."
+        )
+    if next_state is not None:
+        _check_next_state(next_state, log_probs.shape)
+    candidates = log_probs.detach().to("cpu", torch.float32).numpy()
+    tokens = token_ids.detach().to("cpu", torch.int64).numpy()
+    highest = candidates.max()
+    if np.isnan(highest):
+        raise ValueError("`log_probs` holds NaN. Look for infinities in the logits they were made from.")
+    if highest > 0:
+        raise ValueError(
+            f"`log_probs` holds {highest}, but logarithms of probabilities are at most 0. Normalise them first, as "
+            "`top_candidates` does."
+        )
+    if (candidates[..., 1:] > candidates[..., :-1]).any():
+        raise ValueError("`log_probs` must descend along `k`. Sort the candidates of each depth, best first.")
+    in_order = np.sort(tokens, axis=-1)
+    if (in_order[..., 1:] == in_order[..., :-1]).any():
+        raise ValueError("`token_ids` holds a token twice at one depth. Keep the more probable of the two.")
+
+
+def _check_next_state(next_state: Tensor, shape: torch.Size) -> None:
+    if next_state.shape not in (shape, shape[1:]):
+        raise ValueError(
+            f"`next_state` has shape {tuple(next_state.shape)}, but must have that of `log_probs`, {tuple(shape)}, or "
+            f"the same for all depths, {tuple(shape[1:])}."
+        )
+    if next_state.is_floating_point() or next_state.is_complex() or next_state.dtype == torch.bool:
+        raise ValueError(f"`next_state` has dtype {next_state.dtype}, but must hold integers.")
+    lowest, highest = int(next_state.min()), int(next_state.max())
+    if lowest < 0 or highest >= shape[1]:
+        raise ValueError(
+            f"`next_state` holds {lowest if lowest < 0 else highest}, but `log_probs` has states 0 to {shape[1] - 1}."
+        )
