@@ -147,7 +147,7 @@ def test_groups_of_beams():
 
 
 def test_models_that_are_spread_over_processes(monkeypatch):
-    """What works is tested in `test_processes.py`."""
+    """What works is tested in `test_distributed.py`."""
     model = make_model("llama", "sdpa")
     monkeypatch.setattr(compat, "is_fsdp_managed_module", lambda module: True)
     for synced_gpus in (None, True):  # alone, a process waits for no one

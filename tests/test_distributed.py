@@ -8,7 +8,7 @@ from pathlib import Path
 def test_two_processes(tmp_path):
     finished = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        + ["--module", "helpers.processes_worker", tmp_path],
+        + ["--module", "helpers.distributed_worker", tmp_path],
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""What one of two processes does for `test_processes.py`: tensor parallelism first, then FSDP.
+"""What one of two processes does for `test_distributed.py`: tensor parallelism first, then FSDP.
 
 Started by `torchrun` with a folder to keep checkpoints in. Any difference raises, which ends both processes.
 """
