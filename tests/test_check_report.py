@@ -269,7 +269,7 @@ def test_a_model_that_does_not_run_without_weights(monkeypatch):
     def ask_for_values(*args, **kwargs):
         return torch.ones(1, device="meta").item()
 
-    monkeypatch.setattr("hf_ddtree.check_report.verify", ask_for_values)
+    monkeypatch.setattr("hf_ddtree.check_report.tree_memory.verify", ask_for_values)
     report = hf_ddtree.check(make_config("llama"))
     assert report.supported and report.memory is None and report.call is not None
     assert "memory is not known" in report.notes[0]

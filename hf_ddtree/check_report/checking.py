@@ -1,0 +1,116 @@
+"""Asks of a target and a drafter, without weights, everything that a report says."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..budget.auto import AutoBudget
+from ..candidate_generators import drafter_kind
+from ..configuration import DDTreeConfig
+from ..drafters import check_checkpoint_fits
+from ..target.requirements import check_target
+from .facts import layer_kinds, notes_on
+from .meta_model import NotBuilt, build_without_weights, config_of
+from .report import CheckReport
+from .tree_memory import measure_tree_memory
+
+
+def check(
+    model: str | os.PathLike[str] | PreTrainedConfig | PreTrainedModel,
+    drafter: str | os.PathLike[str] | PreTrainedModel | None = None,
+    *,
+    tree_budget: int | Literal["auto"] = "auto",
+    context_length: int = 4096,
+) -> CheckReport:
+    """Says whether a target can be decoded by tree, what that needs, and whether a drafter fits it.
+
+    Of a model or drafter that is not loaded, only `config.json` is read. The target is built from it without weights,
+    and one tree is verified on it without computing anything, which tells what memory the tree needs.
+
+    Args:
+        model: A repository of the Hub, a folder, a configuration, or a loaded model.
+        drafter: A repository of the Hub, a folder, or a loaded drafter.
+        tree_budget: Most nodes drafted in a round, which the memory is for; `"auto"` stands for the most that
+            it drafts.
+        context_length: Tokens in the cache, which the memory is for.
+
+    Raises:
+        ValueError: If `tree_budget` or `context_length` is out of range.
+        TypeError: If `model` is nothing of the above.
+        OSError: If there is no such folder or repository.
+    """
+    DDTreeConfig(tree_budget=tree_budget)
+    if not isinstance(context_length, int) or context_length < 1:
+        raise ValueError(f"`context_length` must be an integer of at least 1, but is {context_length!r}.")
+    found: dict[str, Any] = {"model": _name_of(model), "family": "unknown", "drafter_fits": None}
+    found["drafter"] = None if drafter is None else _name_of(drafter)
+    try:
+        config = config_of(model)
+        found["family"] = config.model_type
+        twin, auto_class = build_without_weights(model, config)
+    except NotBuilt as error:
+        return CheckReport(**found, reason=str(error))
+
+    found |= {
+        "model_class": type(twin).__name__,
+        "layers": layer_kinds(twin),
+        "attn_implementation": twin.config.get_text_config()._attn_implementation,
+        "notes": notes_on(twin, config),
+    }
+    layer_ids: Sequence[int] = ()
+    if drafter is not None:
+        layer_ids, found["drafter_fits"], found["drafter_reason"] = _fit(drafter, twin)
+    try:
+        check_target(model if isinstance(model, PreTrainedModel) else twin)
+        most_nodes = AutoBudget().most_nodes if tree_budget == "auto" else tree_budget
+        found["memory"] = measure_tree_memory(twin, most_nodes + 1, context_length, layer_ids)
+    except ValueError as error:
+        return CheckReport(**found, reason=str(error))
+    except Exception as error:  # what modelling code asks of tensors without values is not foreseeable
+        found["notes"].append(f"The memory is not known: without weights the model fails with {error!r}.")
+    if found["drafter_fits"] is False:
+        return CheckReport(**found, supported=True)
+    is_loaded = isinstance(model, PreTrainedModel)
+    lines = [] if is_loaded or auto_class is None else _loading_of(found, auto_class)
+    if not isinstance(drafter, PreTrainedModel):
+        lines.append(f"drafter = hf_ddtree.load_drafter({found['drafter'] or 'DRAFTER'!r}, target_model=model)")
+    knobs = f'generation_strategy="ddtree", tree_budget={json.dumps(tree_budget)}'
+    lines.append(f"model.generate(**inputs, assistant_model=drafter, {knobs})")
+    return CheckReport(**found, supported=True, call="\n".join(["import hf_ddtree", *lines]))
+
+
+def _name_of(given: Any) -> str:
+    """What a report calls a target or drafter: where it comes from, or its class."""
+    if isinstance(given, str | os.PathLike):
+        return str(given)
+    return getattr(given, "name_or_path", None) or type(given).__name__
+
+
+def _loading_of(found: dict[str, Any], auto_class: type) -> list[str]:
+    """Code that loads the target."""
+    name, attention = found["model"], found["attn_implementation"]
+    options = f'dtype="auto", attn_implementation="{attention}"'
+    return [
+        f"from transformers import {auto_class.__name__}",
+        "",
+        f"model = {auto_class.__name__}.from_pretrained({name!r}, {options})",
+    ]
+
+
+def _fit(drafter: Any, target: PreTrainedModel) -> tuple[Sequence[int], bool | None, str | None]:
+    """The target's layers that the drafter reads, whether it fits, and why not."""
+    try:
+        if not isinstance(drafter, str | os.PathLike):
+            # Weights are not asked for, of the drafter either.
+            return drafter_kind(drafter).make(drafter, target, DDTreeConfig(), None).feature_layers, True, None
+        config = check_checkpoint_fits(drafter, target)
+    except ValueError as error:
+        return (), False, str(error)
+    if config is None:
+        return (), None, "Only loading it can tell."
+    return getattr(config, "target_layer_ids", None) or (), True, None

@@ -1,0 +1,159 @@
+"""The memory that a tree takes, from a dry run on the meta device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..attention import dispatch
+from ..attention.tree_pass import TreePass
+from ..interop.versions import CACHE_KEY
+from ..target.cache_rows import CommittedRows
+from ..target.features import FeatureRecorder
+from ..target.forward import verify
+from ..target.past_recording import recording_past
+from ..tree.draft_tree import DraftTree
+
+
+@dataclass(frozen=True)
+class TreeMemory:
+    """Bytes that one row's tree needs between its verification and the commit, beside what standard decoding holds.
+
+    Counted are tensors as they are allocated, not what a forward needs on its way.
+
+    Attributes:
+        nodes: Nodes, the root included.
+        context_length: Tokens in the cache, which the masks are as wide as.
+        keys_and_values: What the nodes add to the cache of layers with attention.
+        recurrent: What layers with a state keep of the nodes: inputs of convolutions, factors of recurrences.
+        logits: In the dtype of the output head.
+        features: What is recorded for the drafter; 0 if it is not known.
+        masks: The attention masks, one for each kind of layer, and the ancestor mask in the forms that layers need.
+    """
+
+    nodes: int
+    context_length: int
+    keys_and_values: int
+    recurrent: int
+    logits: int
+    features: int
+    masks: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all."""
+        return self.keys_and_values + self.recurrent + self.logits + self.features + self.masks
+
+    @property
+    def per_node(self) -> int:
+        """The total's share of a node."""
+        return self.total // self.nodes
+
+
+@torch.no_grad()
+def measure_tree_memory(
+    model: PreTrainedModel, nodes: int, context_length: int, layer_ids: Sequence[int]
+) -> TreeMemory:
+    """Verifies a tree on a model without weights and counts what stays allocated until the commit.
+
+    Args:
+        model: The target on the meta device.
+        nodes: Nodes of the tree, the root included.
+        context_length: Tokens in the cache.
+        layer_ids: The target's layers whose outputs the drafter reads.
+    """
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    prompt = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    tree = DraftTree(torch.arange(nodes, device="cpu") % 2, (torch.arange(nodes, device="cpu") - 1) // 2)
+    masks: list[Tensor] = []
+    recorder = FeatureRecorder(model, layer_ids)
+    dispatch.install(model)
+    try:
+        model(prompt, use_cache=True, **{CACHE_KEY: cache})
+        _lengthen(cache, context_length)
+        before = _cache_bytes(cache)
+        positions = torch.arange(context_length + 1, device=model.device)[None]
+        rows = CommittedRows(context_length, {"position_ids": positions}, 1, model.device)
+        model_kwargs = {CACHE_KEY: cache, "use_cache": True, "position_ids": positions, "attention_mask": None}
+        hook = model.register_forward_pre_hook(
+            lambda _, args, kwargs: masks.extend(_tensors(kwargs["attention_mask"])), with_kwargs=True
+        )
+        try:
+            with recording_past(cache):
+                verification = verify(model, [tree], rows, model_kwargs, recorder)
+        finally:
+            hook.remove()
+        after = _cache_bytes(cache)
+    finally:
+        recorder.close()
+    in_cache = {_storage(tensor) for layer in cache.layers for tensor in _tensors(vars(layer))}
+    tree_pass = verification.tree_pass
+    assert tree_pass is not None
+    for_commit = {_storage(part) for part in _tensors([tree_pass.path_factors, tree_pass.conv_inputs])}
+    kept = [part for part in _tensors(tree_pass) if _storage(part) not in in_cache]
+    factors, of_tree = (
+        [part for part in kept if (_storage(part) in for_commit) == wanted] for wanted in (True, False)
+    )
+    features = [] if verification.features is None else [verification.features]
+    return TreeMemory(
+        nodes=nodes,
+        context_length=context_length,
+        keys_and_values=after["attention"] - before["attention"],
+        recurrent=after["state"] - before["state"] + _num_bytes(factors),
+        logits=_num_bytes([verification.outputs.logits]),
+        features=_num_bytes(features),
+        masks=_num_bytes([*masks, *of_tree]),
+    )
+
+
+def _lengthen(cache: DynamicCache, length: int) -> None:
+    """Makes a cache on the meta device as long as after that many tokens."""
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer) and layer.is_initialized:
+            kept = length
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                kept = min(length, layer.sliding_window - 1)
+                layer.cumulative_length = length
+            layer.keys, layer.values = (
+                part.new_empty((*part.shape[:-2], kept, part.shape[-1])) for part in (layer.keys, layer.values)
+            )
+
+
+def _cache_bytes(cache: DynamicCache) -> Counter[str]:
+    """Bytes of the cache's keys and values, and of its other states."""
+    count: Counter[str] = Counter()
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            kind = "attention" if name in ("keys", "values") else "state"
+            count[kind] += sum(tensor.nbytes for tensor in _tensors(value))
+    return count
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in a value made of lists, dictionaries and objects of this package."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif is_dataclass(value) or isinstance(value, TreePass):
+        yield from _tensors(vars(value))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the memory that the tensors lie in, which several may share."""
+    return sum({_storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
