@@ -12,7 +12,7 @@ same for every method.
   runs, and what its last norm gives is replaced by hidden states from which the target's head makes the drafts.
 
 Transformers' loop does not draft before the prompt was read, nor does the package's. All methods run one after the
-other on each prompt, in an order that rotates; every output is compared with plain decoding's.
+other on each prompt, in an order that rotates; every output is compared with standard decoding's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Prompt:
 
     Attributes:
         inputs: Arguments of `generate()`.
-        sequence: `(length,)`, its tokens and those that plain decoding makes of it.
+        sequence: `(length,)`, its tokens and those that standard decoding makes of it.
         seed: Of its drafts.
     """
 
@@ -189,7 +189,7 @@ def measure_native(prompts: int, tokens: int, accuracy: float, is_small: bool) -
 
 
 def measure(pair: str, model: PreTrainedModel, count: int, tokens: int, run: Any) -> list[dict[str, Any]]:
-    """Finds out what plain decoding makes of each of some random prompts, and then runs all methods."""
+    """Finds out what standard decoding makes of each of some random prompts, and then runs all methods."""
     prompts = [
         Prompt(inputs, model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0], seed)
         for seed, inputs in enumerate(random_prompts(model.config.get_text_config().vocab_size, count, PROMPT_LENGTH))

@@ -1,11 +1,11 @@
-"""Plain decoding, chain, trees of fixed sizes and `tree_budget="auto"` with the pair that ships, on several workloads.
+"""Standard decoding, chain, trees of fixed sizes and `tree_budget="auto"`: the pair that ships on several workloads.
 
     python benchmarks/auto_budget.py
 
 Float32, greedy. For every batch of prompts all methods run one after the other, in an order that rotates, and every
-output is compared with plain decoding's. Times are from the first token on, without prefill. `auto` is measured twice:
-at its first use, with nothing learned in each call; and warmed, after one call on another prompt. With `--workloads`
-the file's figures of other workloads are kept.
+output is compared with standard decoding's. Times are from the first token on, without prefill. `auto` is measured
+twice: at its first use, with nothing learned in each call; and warmed, after one call on another prompt. With
+`--workloads` the file's figures of other workloads are kept.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 Two targets: `qwen3`, 57 million random weights with drafts that are right as often as they are told to be and cost
 nothing, and `demo`, the hybrid pair that ships. Greedy, float32. For each prompt all methods run one after the other,
-in an order that rotates, and every output is compared with plain decoding's over a dynamic cache. Times are from the
-first token on. The first call of each method, which compiles, is timed apart.
+in an order that rotates, and every output is compared with standard decoding's over a dynamic cache. Times are from
+the first token on. The first call of each method, which compiles, is timed apart.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPT_LENGTH = 64
 ACCURACY = 0.7
 CACHES = "", ", static", ", compiled"
 METHODS = [f"{way}{cache}" for way in ("plain", "tree") for cache in CACHES]
-# The arguments that decode by tree, made from the sequence that plain decoding gives.
+# The arguments that decode by tree, made from the sequence that standard decoding gives.
 Drafting = Callable[[Tensor], dict[str, Any]]
 
 

@@ -2,11 +2,12 @@
 
     python benchmarks/context.py
 
-Time: the pair that ships, float32, greedy, plain decoding and trees of 16 nodes in an order that rotates, each output
-compared with plain decoding's; for each round the seconds in the target's forward, in the drafter's, in the drafter's
-output head and scores of pairs, and outside of all. Prompts of one place in the text end alike at every length. Trees
-are built twice: of what the drafter drafts, and of drafts as accurate at every length, at the drafter's cost.
-Texts: what plain decoding writes after short and after long prompts, written after both, to tell whether it is the
+Time: the pair that ships, float32, greedy, standard decoding and trees of 16 nodes in an order that rotates, each
+output compared with standard decoding's; for each round the seconds in the target's forward, in the drafter's, in the
+drafter's output head and scores of pairs, and outside of all. Prompts of one place in the text end alike at every
+length. Trees are built twice: of what the drafter drafts, and of drafts as accurate at every length, at the drafter's
+cost.
+Texts: what standard decoding writes after short and after long prompts, written after both, to tell whether it is the
 context or the text that is hard to draft.
 Memory: real keys and values of 16 layers at 128k tokens, fed one round after the other, counted by storage.
 """
@@ -64,7 +65,7 @@ class SetAccuracyDrafter(DFlashTreeCandidateGenerator):
 
     Args:
         drafter, model: The pair.
-        text: Tokens that plain decoding writes after the prompt. Which of them are drafted right depends on `seed`
+        text: Tokens that standard decoding writes after the prompt. Which of them are drafted right depends on `seed`
             alone.
         prompt_length: Tokens before it.
         seed: Of the drafts.
@@ -95,7 +96,7 @@ class Dictation(LogitsProcessor):
 
 
 class Context:
-    """The pair, with prompts of one length and what plain decoding writes after them.
+    """The pair, with prompts of one length and what standard decoding writes after them.
 
     Args:
         length: Of the prompts.
@@ -113,7 +114,7 @@ class Context:
         ]
 
     def measure(self, stopwatch: Stopwatch) -> list[dict[str, Any]]:
-        """Plain decoding and trees on all prompts."""
+        """Standard decoding and trees on all prompts."""
 
         def run(method: str, index: int) -> tuple[dict[str, Any], list[list[int]]]:
             arguments: dict[str, Any] = {"generation_strategy": "ddtree", "tree_budget": BUDGET}

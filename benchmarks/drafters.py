@@ -21,14 +21,14 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from measure import quartiles
+from measure import rounded_quartiles
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from transformers import PreTrainedModel
 
 import hf_ddtree
-from hf_ddtree.benchmark.run import describe_machine
+from hf_ddtree.benchmark import describe_machine
 from hf_ddtree.candidate_generators.prompt_lookup import NgramIndex
 from hf_ddtree.demo import demo_prompts
 
@@ -161,7 +161,7 @@ def main(
         report |= {"missing": missing, "index_milliseconds": index_ms, "runs": runs}
         output.write_text(json.dumps(report, indent=1) + "\n")
     if not all(run["identical"] for run in runs):
-        raise SystemExit("Some outputs differ from plain decoding's.")
+        raise SystemExit("Some outputs differ from standard decoding's.")
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -176,8 +176,8 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]
             texts_of_method[text] = {
                 "identical": sum(run["identical"] for run in of_text),
                 "tokens_per_forward": round(statistics.mean(lengths), 3),
-                "tokens_per_second": quartiles([run["tokens"] / run["seconds"] for run in of_text]),
-                "speedup": quartiles([plain[text, run["prompt"]] / run["seconds"] for run in of_text]),
+                "tokens_per_second": rounded_quartiles([run["tokens"] / run["seconds"] for run in of_text]),
+                "speedup": rounded_quartiles([plain[text, run["prompt"]] / run["seconds"] for run in of_text]),
             }
     return summary
 
@@ -194,7 +194,7 @@ def cells(summary: dict[str, dict[str, dict[str, Any]]]) -> Iterator[list[str]]:
 
 def show(summary: dict[str, dict[str, dict[str, Any]]], missing: dict[str, str]) -> None:
     columns = [column for text in summary["plain"] for column in (f"{text}\ntok/fwd", "speed")]
-    table = Table("drafter", *columns, caption="speed: against plain decoding, median over prompts")
+    table = Table("drafter", *columns, caption="speed: against standard decoding, median over prompts")
     for row in cells(summary):
         table.add_row(*row)
     console = Console()

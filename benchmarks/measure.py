@@ -18,18 +18,15 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedModel
 
-from hf_ddtree.benchmark.run import describe_machine
+from hf_ddtree.benchmark import describe_machine, quartiles
 
 RESULTS = Path(__file__).parent / "results"
 NOT_PRINTED = "--output", "--workloads"
 
 
-def quartiles(values: Iterable[float]) -> list[float]:
-    """First quartile, median and third quartile."""
-    values = list(values)
-    if len(values) == 1:
-        values *= 2
-    return [round(value, 4) for value in statistics.quantiles(values, n=4, method="inclusive")]
+def rounded_quartiles(values: Iterable[float]) -> list[float]:
+    """Quartiles as files of results hold them."""
+    return [round(value, 4) for value in quartiles(values)]
 
 
 class CallTimer:
@@ -135,7 +132,7 @@ def alternate(
     Args:
         methods: Their names.
         prompts: What `run` takes.
-        run: Gives a run's figures and its sequences. Those may be shorter than plain decoding's, all alike.
+        run: Gives a run's figures and its sequences. Those may be shorter than standard decoding's, all alike.
         title: For the progress bar.
     """
     runs = []
@@ -156,7 +153,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By method: all prompts together, quartiles over prompts, and what a typical round is made of.
 
     `together` is of all prompts' tokens, rounds and seconds added up, so that one figure follows from the others:
-    tokens a second, that against plain decoding's, and milliseconds a round. `round_ms` is of medians.
+    tokens a second, that against standard decoding's, and milliseconds a round. `round_ms` is of medians.
     """
     by_method: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -175,8 +172,8 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 "against_plain": round(speed_together(of_method) / plain_together, 4),
                 "round_ms": round(1e3 * total(of_method, "seconds") / total(of_method, "rounds"), 3),
             },
-            "tokens_per_second": quartiles(map(speed, of_method)),
-            "against_plain": quartiles(speed(run) / plain[run["prompt"]] for run in of_method),
+            "tokens_per_second": rounded_quartiles(map(speed, of_method)),
+            "against_plain": rounded_quartiles(speed(run) / plain[run["prompt"]] for run in of_method),
             "tokens_per_forward": round(statistics.mean(lengths), 3),
             "nodes": round(statistics.mean(sizes), 1),
             "round_ms": {
@@ -210,14 +207,14 @@ def speed_together(runs: Sequence[dict[str, Any]]) -> float:
 def against(runs: list[dict[str, Any]], method: str, other: str) -> list[float]:
     """Quartiles over prompts of one method's speed over another's."""
     of = {(run["method"], run["prompt"]): speed(run) for run in runs}
-    return quartiles(value / of[other, prompt] for (name, prompt), value in of.items() if name == method)
+    return rounded_quartiles(value / of[other, prompt] for (name, prompt), value in of.items() if name == method)
 
 
 def require_identical(runs: list[dict[str, Any]]) -> None:
-    """Ends the script with an error if a run gave other tokens than plain decoding."""
+    """Ends the script with an error if a run gave other tokens than standard decoding."""
     different = {run["method"] for run in runs if not run["identical"]}
     if different:
-        raise SystemExit(f"Some outputs differ from plain decoding's: {', '.join(sorted(different))}.")
+        raise SystemExit(f"Some outputs differ from standard decoding's: {', '.join(sorted(different))}.")
 
 
 def command() -> str:

@@ -1,10 +1,10 @@
-"""The pair that ships, quantized by bitsandbytes and in half precision, against plain decoding of the same target.
+"""The pair that ships, quantized by bitsandbytes and in half precision, against standard decoding of the same target.
 
     python benchmarks/quantized.py
 
 Greedy. For every way to run the target: on how many prompts its output by tree is its plain output, tokens per target
-forward, and, where an output differs, whether plain decoding's two candidates there are a near tie. Needs bitsandbytes
-and accelerate.
+forward, and, where an output differs, whether standard decoding's two candidates there are a near tie. Needs
+bitsandbytes and accelerate: pip install hf-ddtree[quantization].
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measure import RESULTS, quartiles, save
+from measure import RESULTS, rounded_quartiles, save
 from rich.console import Console
 from rich.table import Table
 
@@ -57,7 +57,7 @@ class Timer:
             start = time.perf_counter()
             call(*args)
             times.append(1e3 * (time.perf_counter() - start))
-        return quartiles(times)
+        return rounded_quartiles(times)
 
 
 def marginal(timer: Timer, generator: torch.Generator) -> Iterator[dict[str, Any]]:

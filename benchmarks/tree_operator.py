@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from measure import RESULTS, quartiles, save
+from measure import RESULTS, rounded_quartiles, save
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -134,8 +134,8 @@ def compare(size: Size, num_drafted: int, repeats: int) -> dict[str, Any]:
         "nodes": num_drafted,
         "depth": int(tree.depths.max()),
         "error": error,
-        "loop_ms": quartiles(1e3 * value for value in loop),
-        "operator_ms": quartiles(1e3 * value for value in operator),
+        "loop_ms": rounded_quartiles(1e3 * value for value in loop),
+        "operator_ms": rounded_quartiles(1e3 * value for value in operator),
         "times": round(statistics.median(loop) / statistics.median(operator), 2),
         "loop_bytes": sum(state.nbytes for state in states),
         "operator_bytes": sum(part.nbytes for part in vars(factors).values()),

@@ -1,6 +1,6 @@
 """Trees on conditional probabilities, on marginal ones and chains: tokens per target forward of the demo pair.
 
-Every prompt is decoded greedily with every method, and the tokens are compared with plain decoding's. Run it with
+Every prompt is decoded greedily with every method, and the tokens are compared with standard decoding's. Run it with
 `OMP_NUM_THREADS=1 python benchmarks/tree_probabilities.py --prompts 40`; it measures no time, so other work on the
 machine does no harm.
 """
@@ -59,7 +59,7 @@ def main() -> None:
         for method, knobs in METHODS.items():
             output = model.generate(**inputs, **options, **knobs)
             if not torch.equal(output.sequences, plain):
-                raise RuntimeError(f"{method} gave other tokens than plain decoding for {entry['module']}")
+                raise RuntimeError(f"{method} gave other tokens than standard decoding for {entry['module']}")
             count = plain.shape[1] - inputs["input_ids"].shape[1]
             emitted[method] += count
             forwards[method] += output.ddtree_stats.target_forwards

@@ -149,7 +149,7 @@ def compared(methods: dict[str, Any], name: str, other: str) -> str:
 
 
 def speed_cells(figures: dict[str, Any]) -> list[str]:
-    """Tokens a second and against plain decoding, of all prompts together, and quartiles of each prompt's ratio."""
+    """Tokens a second and against standard decoding, of all prompts together, and quartiles of each prompt's ratio."""
     of_all = figures["together"]
     return [
         f"{of_all['tokens_per_second']:.1f}",
@@ -222,7 +222,7 @@ def context(results: Any) -> Iterator[str]:
     yield ""
     yield f"Outside of the forwards, rounds at {longest} tokens take {outside[0]:.2f} times as long as at {shortest},"
     yield f"with drafts of set accuracy {outside[1]:.2f} times."
-    yield f"The speed against plain decoding is at {long} tokens {speeds[0]:.2f} times what it is at {short},"
+    yield f"The speed against standard decoding is at {long} tokens {speeds[0]:.2f} times what it is at {short},"
     yield f"with drafts of set accuracy {speeds[1]:.2f} times."
 
 
@@ -236,7 +236,7 @@ def texts(results: Any) -> Iterator[str]:
 
 
 def compiled(results: Any) -> Iterator[str]:
-    """Plain decoding and trees over dynamic, static and compiled static caches."""
+    """Standard decoding and trees over dynamic, static and compiled static caches."""
     of_first_calls = [figures["first_call_seconds"] for figures in results["summary"].values()]
     yield from source(results["about"], sum(of_first_calls) + seconds_of(results["runs"]))
     labels = {"plain": LABELS["plain"], "tree": f"tree of {results['about']['budget']} nodes"}

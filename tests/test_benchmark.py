@@ -21,9 +21,9 @@ from transformers import GenerationConfig, PreTrainedConfig
 from typer.testing import CliRunner
 
 import hf_ddtree
-from hf_ddtree.benchmark import Method, Report, benchmark, compare, load_prompts, make_methods
-from hf_ddtree.benchmark.report import sign_test
-from hf_ddtree.cli import _labels, app
+from hf_ddtree.benchmark import Method, Report, benchmark, compare, load_prompts, make_methods, sign_test
+from hf_ddtree.cli import app
+from hf_ddtree.cli.bench import _labels
 from hf_ddtree.demo import demo_folders, demo_prompts
 
 PROMPTS = [entry["prompt"] for entry in demo_prompts()[:3]]
@@ -96,10 +96,10 @@ def test_a_wrong_token_is_noticed(demo: tuple[Any, Any, Any]) -> None:
 
 
 def test_the_command_names_the_temperature_of_a_wrong_token(demo: tuple[Any, Any, Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr("hf_ddtree.cli.make_methods", lambda *_: [Method("plain"), Method("wrong", WRONG)])
+    monkeypatch.setattr("hf_ddtree.benchmark.make_methods", lambda *_: [Method("plain"), Method("wrong", WRONG)])
     arguments = ["bench", "--limit", "1", "--max-new-tokens", str(NEW_TOKENS), "--temperature", "0.5"]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert result.exit_code == 1 and "Not identical to plain decoding: wrong @ 0.5." in result.output
+    assert result.exit_code == 1 and "Not identical to standard decoding: wrong @ 0.5." in result.output
     result = CliRunner().invoke(app, [*arguments, "--limit", "2", "--batch-size", "2"], env={"COLUMNS": "200"})
     assert result.exit_code == 0 and "Not identical" not in result.output
 
@@ -193,7 +193,7 @@ def test_the_command_tells_what_it_measured(tmp_path: Path) -> None:
 
 
 def test_the_command_says_that_nothing_is_drawn_without_matplotlib(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("hf_ddtree.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_ddtree.cli.bench.find_spec", lambda name: None)
     arguments = ["--limit", "1", "--max-new-tokens", "2", "--method", "tree:2", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "80"})
     assert "No report.png is drawn, as matplotlib is not installed." in result.output
@@ -205,7 +205,7 @@ def test_the_command_says_how_to_go_on(keeps: bool, tmp_path: Path, monkeypatch:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_ddtree.cli.benchmark", interrupt)
+    monkeypatch.setattr("hf_ddtree.benchmark.benchmark", interrupt)
     arguments = ["bench", *(["--output", str(tmp_path)] if keeps else [])]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 130

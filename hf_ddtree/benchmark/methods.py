@@ -1,21 +1,20 @@
-"""Ways to decode that are measured against each other."""
+"""Methods of decoding that are measured against each other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
-
-from ..drafters import is_native
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAMES = "plain, assisted, chain, auto, tree:NODES, spine:NODES, lookup, lookup+auto, lookup+tree:NODES"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decode.
+    """A method of decoding.
 
     Attributes:
         name: What it is called in reports.
@@ -27,23 +26,23 @@ class Method:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is plain decoding, which the others are compared with."""
+        """Whether this is standard decoding, which the others are compared with."""
         return not self.arguments
 
     @property
     def keeps_draws(self) -> bool:
-        """Whether a seed gives the tokens of plain decoding if a single row samples; Transformers' own loop draws
-        otherwise."""
+        """Whether a seed gives standard decoding's tokens if a single row samples; Transformers' own assisted
+        decoding draws in another order."""
         return self.is_plain or not {"generation_strategy", "custom_generate"}.isdisjoint(self.arguments)
 
 
 def make_methods(names: Sequence[str], drafters: Mapping[str, PreTrainedModel]) -> list[Method]:
-    """The methods that go by these names; those that draft, once for each drafter. Plain decoding always comes first.
+    """The methods of these names; those with a drafter, once for each. Standard decoding always comes first.
 
     Args:
-        names: `plain`; `assisted`, Transformers' own assisted decoding; `chain`; `tree:NODES` with a fixed budget;
-            `spine:NODES`, which keeps the whole chain; `auto`; `lookup`, which drafts from the text alone; and
-            `lookup+` in front of the last three.
+        names: `plain`, standard decoding; `assisted`, Transformers' own assisted decoding; `chain`; `tree:NODES` with
+            a fixed budget; `spine:NODES`, which keeps the whole chain; `auto`; `lookup`, prompt lookup alone; and
+            `lookup+` in front of `tree:NODES`, `spine:NODES` and `auto`, prompt lookup beside the drafter.
         drafters: By a name for the report; the name is left out if there is only one.
 
     Raises:
@@ -67,7 +66,9 @@ def make_methods(names: Sequence[str], drafters: Mapping[str, PreTrainedModel]) 
 
 
 def _assisted(drafter: PreTrainedModel) -> dict[str, Any]:
-    """What makes Transformers draft with a drafter."""
+    """Arguments with which Transformers itself drafts with a drafter."""
+    from ..drafters import is_native
+
     if is_native(drafter):
         return {"speculation_type": "dflash"}
     if not drafter.can_generate():

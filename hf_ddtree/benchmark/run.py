@@ -5,20 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import hf_ddtree
-
+from .machine import describe_machine
 from .methods import Method
 from .report import Report
+from .run_log import RunLog
 
 WARM_UP_TOKENS = 8
 
@@ -37,9 +35,9 @@ def benchmark(
     on_run: Callable[[int, int], None] | None = None,
     **generate_kwargs: Any,
 ) -> Report:
-    """Runs every method on every batch of prompts and compares tokens with plain decoding's.
+    """Runs every method on every batch of prompts and compares tokens with standard decoding's.
 
-    Not compared are several rows that sample, as rows that walk apart draw in another order, and Transformers' own
+    Not compared are several rows that sample, as independent rows draw in another order, and Transformers' own
     assisted decoding where it samples: there the distributions are the same, but not the tokens of a seed.
 
     For each batch the methods run one after the other, in an order that rotates from batch to batch. A method that
@@ -50,13 +48,13 @@ def benchmark(
         model: The target.
         tokenizer: Its tokenizer; its chat template is applied if it has one.
         prompts: Texts.
-        methods: From `make_methods`; the first is plain decoding.
+        methods: From `make_methods`; the first is standard decoding.
         max_new_tokens: Tokens to generate for each prompt.
         batch_size: Prompts that are decoded together, padded at the left.
         temperatures: 0 for greedy decoding; others sample, each batch from the same seed.
         seed: Seed of the first batch.
-        output_dir: Where to write every run as it ends, and the report. Runs that are there already are not run again.
-        on_run: Called before the first run and after each, with the number of runs that are there and of all.
+        output_dir: Where to write every run as it ends, and the report. Runs found there are not repeated.
+        on_run: Called before the first run and after each, with the number of finished runs and of all.
         generate_kwargs: Go to every call of `generate()`.
 
     Raises:
@@ -68,14 +66,8 @@ def benchmark(
     if min(temperatures, default=-1.0) < 0:
         raise ValueError(f"`temperatures` must hold numbers of at least 0, but is {list(temperatures)}.")
     batches = [_encode(tokenizer, prompts[at : at + batch_size]) for at in range(0, len(prompts), batch_size)]
-    drafters = [method.arguments["assistant_model"] for method in methods if "assistant_model" in method.arguments]
     settings = {
-        "model": _name(model),
-        "drafters": sorted(set(map(_name, drafters))),
-        "dtype": str(model.dtype),
-        "methods": [method.name for method in methods],
-        "prompts": len(prompts),
-        "prompts_digest": hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16],
+        **_settings_of(model, methods, prompts),
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
         "temperatures": list(temperatures),
@@ -83,21 +75,17 @@ def benchmark(
     }
     rank, num_processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     log = RunLog(output_dir, settings, rank)
-    mine = [
-        (temperature, index)
-        for temperature in temperatures
-        for index in range(len(batches))
-        if index % num_processes == rank
-    ]
     plain = methods[0].name
     done = {(run["temperature"], run["batch"], run["method"]) for run in log.runs(plain)}
-    total, left = len(mine) * len(methods), []
-    for temperature, index in mine:
-        shift = index % len(methods)
-        in_turn = [*methods[shift:], *methods[:shift]]
-        left += [(temperature, index, method) for method in in_turn if (temperature, index, method.name) not in done]
+    planned = [
+        (temperature, index, method)
+        for temperature in temperatures
+        for index in range(rank, len(batches), num_processes)
+        for method in _in_turn(methods, index)
+    ]
+    left = [run for run in planned if (run[0], run[1], run[2].name) not in done]
     if on_run is not None:
-        on_run(total - len(left), total)
+        on_run(len(planned) - len(left), len(planned))
     for method in methods:
         first = next((index for _, index, other in left if other is method), None)
         if first is not None:
@@ -105,18 +93,36 @@ def benchmark(
     for number, (temperature, index, method) in enumerate(left, start=1):
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         torch.manual_seed(seed + index)
-        # Whatever strategy the model's own configuration asks for, plain decoding is plain.
+        # Whatever strategy the model's own configuration asks for.
         call = {"generation_strategy": None, "max_new_tokens": max_new_tokens, **sampling}
         run = _run(model, tokenizer, batches[index], {**call, **generate_kwargs, **method.arguments})
         if temperature and (len(batches[index]["input_ids"]) > 1 or not method.keeps_draws):
             run["tokens_of_rows"] = None
         log.add({"temperature": temperature, "batch": index, "method": method.name, **run})
         if on_run is not None:
-            on_run(total - len(left) + number, total)
+            on_run(len(planned) - len(left) + number, len(planned))
     report = Report({"settings": settings, "machine": describe_machine(model.device)}, log.runs(plain))
     if output_dir is not None and len(report.runs) == len(batches) * len(temperatures) * len(methods):
         report.save(Path(output_dir) / "report.json")
     return report
+
+
+def _settings_of(model: PreTrainedModel, methods: Sequence[Method], prompts: Sequence[str]) -> dict[str, Any]:
+    drafters = [method.arguments["assistant_model"] for method in methods if "assistant_model" in method.arguments]
+    return {
+        "model": _name(model),
+        "drafters": sorted(set(map(_name, drafters))),
+        "dtype": str(model.dtype),
+        "methods": [method.name for method in methods],
+        "prompts": len(prompts),
+        "prompts_digest": hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16],
+    }
+
+
+def _in_turn(methods: Sequence[Method], index: int) -> list[Method]:
+    """The methods in an order that rotates from batch to batch."""
+    shift = index % len(methods)
+    return [*methods[shift:], *methods[:shift]]
 
 
 def _name(model: PreTrainedModel) -> str:
@@ -181,88 +187,3 @@ def _run(
             "stage_seconds": stats.stage_seconds,
         }
     return run
-
-
-class RunLog:
-    """The runs of all processes, kept in a folder if there is one.
-
-    Args:
-        folder: Where to keep them, or None.
-        settings: What they are runs of.
-        rank: This process's number.
-
-    Raises:
-        ValueError: If the folder holds runs of something else.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str] | None, settings: dict[str, Any], rank: int) -> None:
-        self._folder = None if folder is None else Path(folder)
-        self._rank = rank
-        self._runs: list[dict[str, Any]] = []
-        if self._folder is None:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        settings_file = self._folder / "settings.json"
-        if settings_file.exists():
-            there = json.loads(settings_file.read_text())
-            names = [name.removesuffix("_digest") for name in settings if there.get(name) != settings[name]]
-            if names:
-                different = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
-                raise ValueError(
-                    f"`output_dir` is {str(folder)!r}, which holds a benchmark with other settings ({different}). "
-                    "Choose another folder, or delete it."
-                )
-        else:
-            partial = settings_file.with_suffix(f".{rank}")
-            partial.write_text(json.dumps(settings, indent=1) + "\n")
-            partial.replace(settings_file)
-
-    def add(self, run: dict[str, Any]) -> None:
-        """Keeps a run."""
-        if self._folder is None:
-            self._runs.append(run)
-            return
-        with (self._folder / f"runs-{self._rank}.jsonl").open("a") as file:
-            # A line of its own even if a process was stopped in the middle of one.
-            file.write("\n" + json.dumps(run))
-
-    def runs(self, plain: str) -> list[dict[str, Any]]:
-        """All runs so far, in the order of temperatures, batches and methods; the last one counts of those alike.
-
-        In place of its tokens each says under `identical` whether they are those of the method `plain`; None if one
-        of the two has none to compare.
-        """
-        found = {(run["temperature"], run["batch"], run["method"]): run for run in self._all()}
-        compared = []
-        for temperature, batch, method in sorted(found):
-            run = dict(found[temperature, batch, method])
-            tokens = run.pop("tokens_of_rows")
-            expected = found.get((temperature, batch, plain), {}).get("tokens_of_rows")
-            compared.append({**run, "identical": None if None in (tokens, expected) else tokens == expected})
-        return compared
-
-    def _all(self) -> Iterator[dict[str, Any]]:
-        if self._folder is None:
-            yield from self._runs
-            return
-        for path in sorted(self._folder.glob("runs-*.jsonl")):
-            for line in filter(None, path.read_text().splitlines()):
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    continue  # cut off when the process was stopped
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What the figures are from: processor or GPU, threads, and versions."""
-    cpu_info = Path("/proc/cpuinfo")
-    names = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    cpu = next((line.split(":")[1].strip() for line in names if line.startswith("model name")), platform.processor())
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hf_ddtree": hf_ddtree.__version__,
-    }

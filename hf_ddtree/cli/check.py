@@ -1,0 +1,82 @@
+"""`hf-ddtree check`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from .options import check_repository, check_tree_budget, usage_error
+from .terminal import make_console
+
+if TYPE_CHECKING:
+    from ..check_report import CheckReport
+
+
+def check(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A repository of the Hub, a folder, or `demo`.")],
+    drafter: Annotated[str | None, typer.Option(help="A drafter: a repository of the Hub or a folder.")] = None,
+    tree_budget: Annotated[
+        str, typer.Option(callback=check_tree_budget, help="Most nodes drafted in a round, or `auto`.")
+    ] = "auto",
+    context_length: Annotated[int, typer.Option(min=1, help="Tokens in the cache.")] = 4096,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
+) -> None:
+    """Say whether a model can be decoded with trees, what that needs, and whether a drafter fits. Reads no weights.
+
+    The exit status is 1 if the model is not supported or the drafter does not fit.
+    """
+    from transformers.utils import logging
+
+    from ..check_report import check as check_pair
+    from ..demo import demo_folders
+
+    logging.set_verbosity_error()
+    if target == "demo":
+        target, shipped = demo_folders()
+        drafter = drafter or shipped
+    check_repository("target", target, "TARGET")
+    if drafter is not None:
+        check_repository("drafter", drafter, "--drafter")
+    budget: int | Literal["auto"] = "auto" if tree_budget == "auto" else int(tree_budget)
+    try:
+        report = check_pair(target, drafter, tree_budget=budget, context_length=context_length)
+    except (OSError, ValueError) as error:
+        raise usage_error(error) from error
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        console = make_console()
+        console.print(_table(report, tree_budget == "auto"))
+        if report.call is not None:
+            console.print(Text(f"\n{report.call}"), soft_wrap=True)
+    if not report.supported or report.drafter_fits is False:
+        raise typer.Exit(code=1)
+
+
+def _table(report: CheckReport, is_auto: bool) -> Table:
+    table = Table("", report.model, show_lines=True)
+    verdict = Text("supported", style="bold green") if report.supported else Text("not supported", style="bold red")
+    table.add_row("tree decoding", verdict if report.reason is None else verdict + Text(f": {report.reason}"))
+    table.add_row("family", report.family + (f", {report.model_class}" if report.model_class else ""))
+    layers = [f"{layer.count} {layer.kind or ''} ({', '.join(layer.modules)})" for layer in report.layers]
+    table.add_row("layers", Text("\n".join(layers)))
+    table.add_row("attn_implementation", report.attn_implementation)
+    if report.memory is not None:
+        memory = asdict(report.memory)
+        most = ", the most of `auto`," if is_auto else ""
+        where = f"{memory.pop('nodes')} nodes{most} behind {memory.pop('context_length')} tokens:"
+        parts = [f"{size / 2**20:9.2f} MiB  {name.replace('_', ' ')}" for name, size in memory.items() if size]
+        total = f"{report.memory.total / 2**20:9.2f} MiB  in all, {report.memory.per_node / 2**10:.1f} KiB a node"
+        table.add_row("memory of a tree", "\n".join([where, *parts, total]))
+    if report.drafter is not None:
+        fit = {True: "fits", False: "does not fit", None: "not known"}[report.drafter_fits]
+        reason = "" if report.drafter_reason is None else f": {report.drafter_reason}"
+        table.add_row("drafter", Text(f"{report.drafter} {fit}{reason}"))
+    for note in report.notes:
+        table.add_row("note", Text(note))
+    return table
