@@ -1,30 +1,43 @@
-"""Which arguments of `generate()` tree decoding takes, translates or refuses."""
+"""Which arguments of `generate()` are taken, translated or refused, whichever way a call comes in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation import logits_process
 
-GENERATION_MODES = ("greedy_search", "sample")
+from .candidate_generators import TreeCandidateGenerator
+from .configuration import DDTreeConfig
+from .drafters import DFlashDraftModel
+from .validation import require_positive_int
 
+# What each strategy fixes of `DDTreeConfig`: a chain is a tree of width 1.
+STRATEGIES: dict[str, dict[str, Any]] = {"ddtree": {}, "dflash": {"tree_shape": "chain"}}
+
+# Arguments of `ddtree` besides the knobs that Transformers does not know.
+OWN_ARGUMENTS = ("candidate_generator", "draft_state")
+
+# Modes of Transformers that decode one sequence a row, token by token.
+GENERATION_MODES = ("greedy_search", "sample")
 
 GUIDANCE_PROCESSORS = (
     logits_process.ClassifierFreeGuidanceLogitsProcessor,
     logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-
-# What asks for another way to draft, and what does not work as it should, whoever sets it; and what to do instead.
+# Settings that ask for assisted generation by another drafter: refused, whoever sets them.
 OTHER_DRAFTERS = ("use_mtp", "assistant_early_exit")
 
-
-# What says how others draft. A model's own generation config may hold these, where they change no output.
+# Settings of other drafters, and what to do instead. A model's own generation config may hold them: they change no
+# output.
 OTHER_DRAFTERS_KNOBS = {
     "assistant_tokenizer": "Drafters share the target's tokenizer; leave it out.",
     "num_assistant_tokens": "Set `draft_length` and `tree_budget`.",
@@ -36,72 +49,237 @@ OTHER_DRAFTERS_KNOBS = {
     "speculation_type": "`generation_strategy` says it already; leave it out.",
 }
 
-
-# Caches that Transformers answers in a way of its own before it asks a decoding method.
+# Cache implementations that Transformers acts on before it calls a decoding method.
 OTHER_CACHES = {
     "paged": "continuous batching, which does not decode by tree",
     "quantized": "a cache in few bits, from which the entries of rejected branches cannot be taken back",
 }
 
-
-# What says how Transformers looks continuations up, which trees do as well.
+# Transformers' own arguments for prompt lookup.
 LOOKUP_ARGUMENTS = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
 
 
-def check_arguments(
-    setting: Callable[[str], Any], set_by_call: Callable[[str], Any], tree_lookup: bool = False
-) -> None:
-    """Refuses arguments that Transformers would ignore, or refuse for a reason that does not hold here.
+class GenerateArguments:
+    """The arguments of one `generate()` call: those that it names, and the settings of its generation configs.
 
-    Args:
-        setting: The value of an argument of `generate()`, whoever sets it; None if nobody does.
-        set_by_call: The same, None if it is but the model's default.
-        tree_lookup: Whether continuations are looked up, which the knobs have taken from these arguments.
-
-    Raises:
-        ValueError: If there is one. The message says what works instead.
+    Attributes:
+        named: The arguments that the call names. What belongs to tree decoding is taken out of them.
     """
-    for name in OTHER_DRAFTERS:
-        if setting(name):
+
+    def __init__(self, model: PreTrainedModel, named: dict[str, Any], *configs: GenerationConfig | None) -> None:
+        self.named = named
+        self._model_config = getattr(model, "generation_config", None)
+        self._configs = configs
+
+    @classmethod
+    def of_call(cls, model: PreTrainedModel, named: dict[str, Any]) -> GenerateArguments:
+        """Those that `generate()` is called with."""
+        return cls(model, named, named.get("generation_config"), getattr(model, "generation_config", None))
+
+    @classmethod
+    def prepared(cls, model: PreTrainedModel, generation_config: GenerationConfig) -> GenerateArguments:
+        """Those that reach a decoding method, merged into one generation config by `generate()`."""
+        return cls(model, {}, generation_config)
+
+    def get(self, name: str) -> Any:
+        """The value of an argument, whoever sets it; None if nobody does."""
+        value = self.named.get(name)
+        return self.configured(name) if value is None else value
+
+    def configured(self, name: str) -> Any:
+        """What the call's generation config says, or else the model's; None if neither does."""
+        values = (getattr(config, name, None) for config in self._configs)
+        return next((value for value in values if value is not None), None)
+
+    def set_by_call(self, name: str) -> Any:
+        """As `get`, but None if the value is merely the model's or Transformers' default."""
+        value = self.get(name)
+        inherited = (
+            getattr(self._model_config, name, None),
+            GenerationConfig._get_default_generation_params().get(name),
+        )
+        return None if name not in self.named and value in inherited else value
+
+    @property
+    def strategy(self) -> str | None:
+        """The generation strategy; None for standard decoding.
+
+        Raises:
+            ValueError: If there is no such strategy, or `custom_generate` is given as well.
+        """
+        # None as an argument switches off what a generation config says.
+        named = "generation_strategy" in self.named
+        strategy = self.named["generation_strategy"] if named else self.configured("generation_strategy")
+        if strategy is None:
+            return None
+        if self.named.get("custom_generate") is not None:
+            raise ValueError("Both `generation_strategy` and `custom_generate` are given. Pass one of them.")
+        if not isinstance(strategy, str) or strategy not in STRATEGIES:
             raise ValueError(
-                f"Tree decoding does greedy search and sampling, but `{name}` asks for assisted generation by another "
-                "drafter. Leave it out and pass a drafter as `assistant_model` or a `TreeCandidateGenerator` as "
-                "`candidate_generator`, or generate without `generation_strategy`."
+                f"`generation_strategy` is {strategy!r}, but must be one of {', '.join(map(repr, STRATEGIES))}. Leave "
+                "it out for standard decoding."
             )
-    if not tree_lookup and setting("prompt_lookup_num_tokens") is not None:
-        raise ValueError(
-            "`prompt_lookup_num_tokens` is set, which Transformers would answer with its own assisted generation. "
-            "Leave it out and give `tree_lookup=True` and `draft_length` to `hf_ddtree.ddtree`, or generate without "
-            "`generation_strategy`."
-        )
-    if not tree_lookup and set_by_call("max_matching_ngram_size") is not None:
-        raise ValueError(
-            "`max_matching_ngram_size` is set, but nothing is looked up. Set `tree_lookup=True` as well, or leave it "
-            "out."
-        )
-    for name, instead in OTHER_DRAFTERS_KNOBS.items():
-        if set_by_call(name) is not None:
+        return strategy
+
+    def take_drafting(self, strategy: str) -> dict[str, Any]:
+        """Takes out what a strategy understands.
+
+        Returns:
+            The arguments of `hf_ddtree.ddtree`.
+
+        Raises:
+            ValueError: If an argument does not work with tree decoding, or contradicts the strategy or another one.
+        """
+        names = DDTreeConfig.knobs()
+        knobs = {name: value for name in names if (value := self.configured(name)) is not None}
+        knobs |= {name: self.named[name] for name in names if name in self.named}
+        knobs |= self._translate_lookup(knobs)
+        self.check(tree_lookup=knobs.get("tree_lookup") is True)
+        for name, fixed in STRATEGIES[strategy].items():
+            if knobs.get(name, fixed) != fixed:
+                raise ValueError(
+                    f"`{name}` is {knobs[name]!r}, but `generation_strategy={strategy!r}` means {fixed!r}. Leave "
+                    f'`{name}` out, or set `generation_strategy="ddtree"`.'
+                )
+        for name in ("generation_strategy", *names):
+            self.named.pop(name, None)
+        drafting = {name: self.named.pop(name, None) for name in ("assistant_model", *OWN_ARGUMENTS)}
+        return {**drafting, **self.passed_on(), **knobs, **STRATEGIES[strategy]}
+
+    def passed_on(self) -> dict[str, Any]:
+        """What a decoding method needs and Transformers does not pass on to it."""
+        return {name: self.named.get(name) for name in ("streamer", "synced_gpus")}
+
+    def take_tokenizer(self) -> None:
+        """Takes out the tokenizer, which Transformers does not use for other decoding methods than its own.
+
+        Raises:
+            ValueError: If `token_healing` is set.
+        """
+        tokenizer = self.named.pop("tokenizer", None)
+        if tokenizer is None:
+            return
+        if self.get("token_healing"):
             raise ValueError(
-                f"`{name}` is for the drafters of Transformers' own assisted generation and has no meaning in tree "
-                f"decoding. {instead}"
+                "`token_healing` does not work with tree decoding. Pass `model.heal_tokens(input_ids, tokenizer)` as "
+                "the inputs and leave `token_healing` out."
             )
-    if setting("is_assistant"):
-        raise ValueError(
-            "`is_assistant` is True, but a model that drafts for another one must not be decoded by tree. Leave it "
-            "out, or generate without `generation_strategy`."
-        )
-    if (kind := setting("cache_implementation")) in OTHER_CACHES:
-        raise ValueError(
-            f"`cache_implementation={kind!r}` asks for {OTHER_CACHES[kind]}. Leave `cache_implementation` unset, or "
-            "generate without `generation_strategy`."
-        )
+        stop_strings = self.get("stop_strings")
+        if stop_strings is not None:
+            given = self.named.get("stopping_criteria") or ()
+            criterion = StopStringCriteria(tokenizer, stop_strings)
+            self.named["stopping_criteria"] = StoppingCriteriaList([*given, criterion])
+            self.named["stop_strings"] = None
+
+    def check(self, tree_lookup: bool = False) -> None:
+        """Refuses arguments that Transformers would ignore, or refuse for a reason that does not hold here.
+
+        Args:
+            tree_lookup: Whether continuations are looked up.
+
+        Raises:
+            ValueError: If there is one. The message says what works instead.
+        """
+        for reason in self._refusals(tree_lookup):
+            raise ValueError(reason)
+
+    def check_beside_custom_generate(self) -> None:
+        """Refuses what has to be given to `hf_ddtree.ddtree` if that is the `custom_generate`.
+
+        Raises:
+            ValueError: If there is an argument of that kind, or one that does not work with tree decoding.
+        """
+        self.check()
+        for name in (*DDTreeConfig.knobs(), *OWN_ARGUMENTS):
+            if name in self.named:
+                raise ValueError(
+                    f"`{name}` is given to `generate()` next to `custom_generate`. Give it to `hf_ddtree.ddtree`."
+                )
+        if self.named.get("assistant_model") is not None:
+            raise ValueError(
+                "`assistant_model` is given to `generate()`, which does not pass it on to a custom decoding method. "
+                "Give it to `hf_ddtree.ddtree`."
+            )
+
+    def check_no_strategy_is_meant(self) -> None:
+        """Refuses what only a strategy understands, where Transformers would complain of something else.
+
+        Raises:
+            ValueError: If there is such an argument, and the call does not switch the strategy off.
+        """
+        names = {*DDTreeConfig.knobs(), *OWN_ARGUMENTS} - {*LOOKUP_ARGUMENTS}
+        own = sorted(name for name in names if self.named.get(name) is not None)
+        if isinstance(self.named.get("assistant_model"), (DFlashDraftModel, TreeCandidateGenerator)):
+            own.append("assistant_model")
+        if own and "generation_strategy" not in self.named:
+            raise ValueError(
+                f"{', '.join(f'`{name}`' for name in own)} {'is' if len(own) == 1 else 'are'} for tree decoding, but "
+                'no `generation_strategy` is set. Add `generation_strategy="ddtree"`.'
+            )
+
+    def _translate_lookup(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """The knobs that mean what `prompt_lookup_num_tokens` says, in whose place Transformers gets None."""
+        num_tokens = self.get("prompt_lookup_num_tokens")
+        if num_tokens is None:
+            return {}
+        if any(self.named.get(name) is not None for name in ("assistant_model", "candidate_generator")):
+            raise ValueError(
+                f"`prompt_lookup_num_tokens` is {num_tokens!r} and a drafter is given as well. Leave one of them out, "
+                "or set `tree_lookup=True` in place of the former: then both draft."
+            )
+        translated = {"tree_lookup": True, "draft_length": num_tokens}
+        for name, meant in translated.items():
+            if knobs.get(name, meant) != meant:
+                raise ValueError(
+                    f"`{name}` is {knobs[name]!r}, but `prompt_lookup_num_tokens={num_tokens!r}` means {meant!r}. "
+                    "Leave one of them out."
+                )
+        require_positive_int("prompt_lookup_num_tokens", num_tokens)
+        self.named["prompt_lookup_num_tokens"] = None
+        return translated
+
+    def _refusals(self, tree_lookup: bool) -> Iterator[str]:
+        for name in OTHER_DRAFTERS:
+            if self.get(name):
+                yield (
+                    f"Tree decoding does greedy search and sampling, but `{name}` asks for assisted generation by "
+                    "another drafter. Leave it out and pass a drafter as `assistant_model` or a "
+                    "`TreeCandidateGenerator` as `candidate_generator`, or generate without `generation_strategy`."
+                )
+        if not tree_lookup and self.get("prompt_lookup_num_tokens") is not None:
+            yield (
+                "`prompt_lookup_num_tokens` is set, which Transformers would answer with its own assisted generation. "
+                "Leave it out and give `tree_lookup=True` and `draft_length` to `hf_ddtree.ddtree`, or generate "
+                "without `generation_strategy`."
+            )
+        if not tree_lookup and self.set_by_call("max_matching_ngram_size") is not None:
+            yield (
+                "`max_matching_ngram_size` is set, but nothing is looked up. Set `tree_lookup=True` as well, or leave "
+                "it out."
+            )
+        for name, instead in OTHER_DRAFTERS_KNOBS.items():
+            if self.set_by_call(name) is not None:
+                yield (
+                    f"`{name}` is for the drafters of Transformers' own assisted generation and has no meaning in "
+                    f"tree decoding. {instead}"
+                )
+        if self.get("is_assistant"):
+            yield (
+                "`is_assistant` is True, but a model that drafts for another one must not be decoded by tree. Leave "
+                "it out, or generate without `generation_strategy`."
+            )
+        if (kind := self.get("cache_implementation")) in OTHER_CACHES:
+            yield (
+                f"`cache_implementation={kind!r}` asks for {OTHER_CACHES[kind]}. Leave `cache_implementation` unset, "
+                "or generate without `generation_strategy`."
+            )
 
 
-def check_call(generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> None:
-    """Refuses what tree decoding cannot do exactly.
+def check_mode(generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> None:
+    """Refuses a prepared call that is neither greedy search nor sampling.
 
     Raises:
-        ValueError: If the call asks for beams, for another way to decode or for guidance.
+        ValueError: If it asks for beams, for another way to decode or for guidance.
     """
     if generation_config.num_beams is not None and generation_config.num_beams > 1:
         raise ValueError(

@@ -1,20 +1,17 @@
-"""Every knob of tree decoding, in one place and validated once."""
+"""The knobs of tree decoding and their validation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-if TYPE_CHECKING:
-    from .budget.policy import BudgetPolicy
+from .budget.policy import BudgetPolicy
 from .tree.shape import MOST_NODES, TreeShape, require_tree_shape
 from .validation import describe_type, require_positive_int
 
 TreeProbabilities = Literal["conditional", "marginal"]
-
-
 TREE_PROBABILITIES: tuple[str, ...] = get_args(TreeProbabilities)
 
 
@@ -23,8 +20,8 @@ class DDTreeConfig:
     """The knobs of tree decoding; each is also accepted as a plain keyword of `generate()`.
 
     Args:
-        tree_budget: Most nodes drafted in one round, the root excluded. `"auto"` finds out while decoding what gives
-            most tokens a second, plain decoding included; a `BudgetPolicy` decides in its own way.
+        tree_budget: Most nodes drafted in one round, the root excluded. `"auto"` learns while decoding which number
+            gives most tokens per second, standard decoding included; a `BudgetPolicy` decides by itself.
         tree_shape: How the budget is spent. `"best_first"` takes the most probable prefixes (DDTree,
             arXiv:2604.12989), `"spine_first"` takes the whole top-1 chain and then the most probable of the other
             prefixes, `"chain"` takes the top-1 chain alone. By default what suits the drafter: spine-first for one
@@ -32,14 +29,14 @@ class DDTreeConfig:
         tree_probabilities: `"conditional"` takes the probability of a token given the one before it where the drafter
             knows it, as DFlash 2 does; `"marginal"` never does.
         tree_top_k: Most candidate tokens considered at each depth. By default as many as can matter under the budget.
-        draft_length: Depth of the deepest node. By default as deep as the drafter looks ahead.
-        tree_lookup: Whether what followed the last tokens before, in the prompt or the output, is drafted: beside what
-            a drafter gives, or alone if there is none.
-        max_matching_ngram_size: Most of the last tokens that are looked for then. By default as many as match.
-        calibrate: Whether a drafter that gives one distribution a depth learns while decoding how probable its
-            candidates really are, so that trees are built from that. The same call then builds other trees the next
-            time; its tokens stay the same.
-        return_trees: Whether the output's `ddtree_stats` keeps the tree of every round.
+        draft_length: Depth of the deepest node. By default the drafter's horizon.
+        tree_lookup: Whether to draft what followed earlier occurrences of the last tokens in the prompt and the output
+            (prompt lookup): in addition to the drafter, or alone if there is none.
+        max_matching_ngram_size: Most of the last tokens that a lookup matches. By default as many as match.
+        calibrate: Whether a drafter that gives one distribution per depth learns while decoding how often its
+            candidates are accepted, so that trees are built from calibrated probabilities. The same call then builds
+            other trees the next time; its tokens stay the same.
+        return_trees: Whether the output's `ddtree_stats` keeps the trees of all rounds.
 
     Raises:
         ValueError: If a knob has a value that is not allowed.
@@ -56,37 +53,35 @@ class DDTreeConfig:
     return_trees: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.tree_budget, Integral):
-            require_positive_int("tree_budget", self.tree_budget)
-        elif isinstance(self.tree_budget, type):
-            raise ValueError(
-                '`tree_budget` must be an integer of at least 1, "auto" or an instance of `hf_ddtree.BudgetPolicy`, '
-                f"but is {describe_type(self.tree_budget)}. Pass an instance of it."
-            )
-        elif self.tree_budget != "auto" and not hasattr(self.tree_budget, "nodes_to_draft"):
-            raise ValueError(
-                '`tree_budget` must be an integer of at least 1, "auto" or an instance of `hf_ddtree.BudgetPolicy`, '
-                f"but is {self.tree_budget!r}."
-            )
-        if isinstance(self.tree_budget, Integral) and self.tree_budget > MOST_NODES:
-            raise ValueError(
-                f"`tree_budget` is {self.tree_budget}, but a tree has at most {MOST_NODES} nodes: its ancestor mask "
-                "has an entry for each pair of them. Budgets beyond a few hundred hardly ever pay."
-            )
+        self._check_tree_budget()
         if self.tree_shape is not None:
             require_tree_shape("tree_shape", self.tree_shape)
         if self.tree_probabilities not in TREE_PROBABILITIES:
             allowed = ", ".join(map(repr, TREE_PROBABILITIES))
             raise ValueError(f"`tree_probabilities` must be one of {allowed}, but is {self.tree_probabilities!r}.")
-        if self.tree_top_k is not None:
-            require_positive_int("tree_top_k", self.tree_top_k, or_none=True)
-        if self.draft_length is not None:
-            require_positive_int("draft_length", self.draft_length, or_none=True)
-        if self.max_matching_ngram_size is not None:
-            require_positive_int("max_matching_ngram_size", self.max_matching_ngram_size, or_none=True)
+        for name in ("tree_top_k", "draft_length", "max_matching_ngram_size"):
+            if getattr(self, name) is not None:
+                require_positive_int(name, getattr(self, name), or_none=True)
         for name in ("tree_lookup", "calibrate", "return_trees"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False, but is {getattr(self, name)!r}.")
+
+    def _check_tree_budget(self) -> None:
+        budget = self.tree_budget
+        if budget == "auto" or isinstance(budget, BudgetPolicy):
+            return
+        if not isinstance(budget, Integral):
+            given = f"{describe_type(budget)}. Pass an instance of it" if isinstance(budget, type) else repr(budget)
+            raise ValueError(
+                '`tree_budget` must be an integer of at least 1, "auto" or an instance of `hf_ddtree.BudgetPolicy`, '
+                f"but is {given}."
+            )
+        require_positive_int("tree_budget", budget)
+        if budget > MOST_NODES:
+            raise ValueError(
+                f"`tree_budget` is {budget}, but a tree has at most {MOST_NODES} nodes: its ancestor mask has an "
+                "entry for each pair of them. Budgets beyond a few hundred hardly ever pay."
+            )
 
     @classmethod
     def knobs(cls) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What `generate()` returns: plain decoding's output, and what tree decoding did."""
+"""The output of `generate()`: that of standard decoding, and statistics."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ STAGES = ("draft", "build", "verify", "accept", "commit")
 
 @dataclass
 class DDTreeStats:
-    """What a `generate()` call did.
+    """Statistics of a `generate()` call.
 
     Attributes:
         target_forwards: Forwards of the target, the prefill included.
         draft_forwards: Forwards of the drafter.
-        accepted_lengths: Tokens emitted by each round, an entry a row that went on; the prefill's token is in none.
-        tree_sizes: Drafted nodes of each round's trees, the root excluded, an entry a row that went on.
-        stage_seconds: Time in each stage of all rounds together: draft, build, verify, accept, commit. On a GPU the
+        accepted_lengths: Tokens emitted by each round, one entry per unfinished row. The prefill's token is not
+            counted.
+        tree_sizes: Drafted nodes of each round's trees, the root excluded, one entry per unfinished row.
+        stage_seconds: Time in each stage, summed over all rounds: draft, build, verify, accept, commit. On a GPU the
             host's time: work that is still queued counts where the host waits for it.
-        trees: The trees of each round, one a row, if `return_trees` asked for them.
-        accepted_paths: For each of `trees`, its nodes that the target took, from the root on; empty for a row that has
-            finished.
+        trees: The trees of each round, one per row, if `return_trees` asked for them.
+        accepted_paths: For each of `trees`, the accepted nodes from the root on; empty for a finished row.
     """
 
     target_forwards: int = 0
@@ -41,11 +41,11 @@ class DDTreeStats:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens emitted by each forward of the target that verified trees, on average over rows."""
+        """Mean number of tokens that a row emits per verifying forward of the target."""
         return sum(self.accepted_lengths) / max(1, len(self.accepted_lengths))
 
     def count(self, trees: list[DraftTree], paths: list[list[int]]) -> None:
-        """Counts a round: its trees and the accepted paths, one a row, empty for a row that has finished."""
+        """Counts a round: its trees and the accepted paths, one per row, empty for a finished row."""
         self.target_forwards += 1
         for tree, path in zip(trees, paths):
             if path:
@@ -67,11 +67,11 @@ class DDTreeStats:
 
 @dataclass
 class DDTreeOutput(GenerateDecoderOnlyOutput):
-    """What `generate()` returns with `return_dict_in_generate=True`: as in plain decoding, and two fields more.
+    """The output of `generate(return_dict_in_generate=True)`: that of standard decoding, and two more fields.
 
     Attributes:
-        ddtree_stats: What the call did.
-        draft_state: What the drafter knows of the sequences. Pass it on together with the cache when they go on.
+        ddtree_stats: Statistics of the call.
+        draft_state: The drafter's state. Pass it on together with the cache to continue the sequences.
     """
 
     ddtree_stats: DDTreeStats | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
-from .arguments import check_arguments, check_call
+from .arguments import GenerateArguments, check_mode
 from .budget.auto import policy_for
 from .budget.policy import BudgetPolicy, checked_nodes
 from .candidate_generators import (
@@ -33,7 +34,8 @@ from .validation import describe_type
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
-# What treats each row of a batch as if it were alone, whatever its length. Exact types: a subclass may do otherwise.
+# Processors and criteria that treat each row of a batch as if it were alone, whatever its length. Exact types: a
+# subclass may do otherwise.
 ROW_WISE_PROCESSORS = PER_TOKEN_PROCESSORS | {
     logits_process.ExponentialDecayLengthPenalty,
     logits_process.ForcedBOSTokenLogitsProcessor,
@@ -49,35 +51,20 @@ ROW_WISE_CRITERIA = frozenset({stopping.EosTokenCriteria, stopping.MaxLengthCrit
 OUTPUTS_OF_ALL_ROWS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 
 
+@dataclass(frozen=True)
 class DDTreeDecoding:
     """A decoding method in the form that `generate(custom_generate=...)` takes. Made by `ddtree`."""
 
-    def __init__(
-        self,
-        config: DDTreeConfig,
-        assistant_model: PreTrainedModel | None,
-        candidate_generator: TreeCandidateGenerator | None,
-        draft_state: Any,
-        streamer: BaseStreamer | None,
-        synced_gpus: bool | None = None,
-    ) -> None:
-        self.config = config
-        self._draft_state = draft_state
-        self._assistant_model = assistant_model
-        self._candidate_generator = candidate_generator
-        self._streamer = streamer
-        self._synced_gpus = synced_gpus
+    config: DDTreeConfig
+    assistant_model: PreTrainedModel | None = None
+    candidate_generator: TreeCandidateGenerator | None = None
+    draft_state: Any = None
+    streamer: BaseStreamer | None = None
+    synced_gpus: bool | None = None
 
-    def with_arguments(self, streamer: BaseStreamer | None, synced_gpus: bool | None) -> DDTreeDecoding:
-        """The same method with arguments of `generate()`; where they are None, with those that it has."""
-        return DDTreeDecoding(
-            self.config,
-            self._assistant_model,
-            self._candidate_generator,
-            self._draft_state,
-            streamer or self._streamer,
-            self._synced_gpus if synced_gpus is None else synced_gpus,
-        )
+    def with_arguments(self, **arguments: Any) -> DDTreeDecoding:
+        """A copy with other arguments of `generate()`; those that are None stay as they are."""
+        return replace(self, **{name: value for name, value in arguments.items() if value is not None})
 
     def __call__(
         self,
@@ -89,16 +76,16 @@ class DDTreeDecoding:
         **model_kwargs: Any,
     ) -> DDTreeOutput | Tensor:
         """Decodes from the inputs that `generate()` prepared."""
-        check_settings(model, generation_config, self.config.tree_lookup)
-        check_call(generation_config, logits_processor)
-        check_processes(model, generation_config, self._synced_gpus)
+        GenerateArguments.prepared(model, generation_config).check(self.config.tree_lookup)
+        check_mode(generation_config, logits_processor)
+        check_processes(model, generation_config, self.synced_gpus)
         check_target(model)
         check_positions(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
         generator = self._make_generator(model)
-        policy = policy_for(self.config.tree_budget, model, self._assistant_model, generator)
+        policy = policy_for(self.config.tree_budget, model, self.assistant_model, generator)
         prepare_cache(model, input_ids, generation_config, model_kwargs, policy)
-        groups = make_groups(input_ids, logits_processor, stopping_criteria, generation_config, self._streamer)
-        processes = Processes(model, self._synced_gpus)
+        groups = make_groups(input_ids, logits_processor, stopping_criteria, generation_config, self.streamer)
+        processes = Processes(model, self.synced_gpus)
         chooser = Chooser(logits_processor, generation_config.do_sample, processes.agree)
         stats = DDTreeStats(trees=[], accepted_paths=[]) if self.config.return_trees else DDTreeStats()
         decode(model, groups, chooser, generator, policy, stats, generation_config, model_kwargs, processes)
@@ -120,9 +107,9 @@ class DDTreeDecoding:
         )
 
     def _make_generator(self, model: PreTrainedModel) -> TreeCandidateGenerator:
-        generator = self._candidate_generator
-        if self._assistant_model is not None:
-            generator = make_candidate_generator(self._assistant_model, model, self.config, self._draft_state)
+        generator = self.candidate_generator
+        if self.assistant_model is not None:
+            generator = make_candidate_generator(self.assistant_model, model, self.config, self.draft_state)
         if not self.config.tree_lookup:
             assert generator is not None
             return generator
@@ -143,19 +130,19 @@ def ddtree(
 
     Args:
         assistant_model: The drafter.
-        candidate_generator: Who proposes trees, instead of a drafter.
-        draft_state: A former output's `draft_state`, passed on together with its cache: what the drafter knew of the
-            sequences. Without it, or if it is of other sequences than the cache, drafting starts cold.
+        candidate_generator: Proposes the trees, instead of a drafter.
+        draft_state: The `draft_state` of an earlier output, passed on together with its cache: the drafter's state.
+            Without it, or if it belongs to other sequences than the cache, drafting starts cold.
         streamer: Gets the emitted tokens. Transformers does not pass its `streamer` argument on to custom decoding
             methods, so give it here as well.
-        synced_gpus: Whether all processes must run their forwards together, as `generate()` takes it and does not pass
-            on either. By default, if FSDP shards the target.
+        synced_gpus: Whether all processes must run their forwards together. Transformers does not pass this argument
+            on either. By default true if FSDP shards the target.
         **knobs: Fields of `DDTreeConfig`, such as `tree_budget`.
 
     Raises:
-        ValueError: If both the drafter and the generator are given, or neither and no `tree_lookup`, or a knob has a
-            value that is not allowed.
-        TypeError: If the generator is no `TreeCandidateGenerator`, or a keyword argument is no knob.
+        ValueError: If both a drafter and a generator are given, or neither and no `tree_lookup`, or a knob has a value
+            that is not allowed.
+        TypeError: If the generator is not a `TreeCandidateGenerator`, or a keyword argument is not a knob.
     """
     config, unknown = DDTreeConfig.from_kwargs(knobs)
     if unknown:
@@ -183,20 +170,6 @@ def ddtree(
     return DDTreeDecoding(config, assistant_model, candidate_generator, draft_state, streamer, synced_gpus)
 
 
-def check_settings(model: PreTrainedModel, generation_config: GenerationConfig, tree_lookup: bool = False) -> None:
-    """Refuses what is set in the configuration that `generate()` prepared from the model's and the call's."""
-    defaults = GenerationConfig._get_default_generation_params()
-
-    def setting(name: str) -> Any:
-        return getattr(generation_config, name, None)
-
-    def set_by_call(name: str) -> Any:
-        inherited = getattr(model.generation_config, name, None), defaults.get(name)
-        return None if setting(name) in inherited else setting(name)
-
-    check_arguments(setting, set_by_call, tree_lookup)
-
-
 def prepare_cache(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -204,7 +177,7 @@ def prepare_cache(
     model_kwargs: dict[str, Any],
     policy: BudgetPolicy,
 ) -> None:
-    """Gives room for trees to a static cache that `generate()` has made, and refuses caches that cannot take one."""
+    """Gives a static cache that `generate()` has made room for a tree, and refuses caches that cannot take one."""
     cache = cache_of(model_kwargs)
     if type(cache) is StaticCache:
         if generation_config.output_attentions:
@@ -214,7 +187,7 @@ def prepare_cache(
             )
         length = buffer_length(cache)
         prompt = prompt_length(generation_config, model_kwargs) or input_ids.shape[1]
-        # Rows that are behind others go on with forwards that write behind the longest.
+        # Shorter rows continue with forwards that write behind the longest row.
         needed = prompt + generation_config.max_length - input_ids.shape[1] - (len(input_ids) == 1)
         most_nodes = checked_nodes(policy, "most_nodes", policy.most_nodes)
         if not getattr(cache, "_is_user_defined", False):
@@ -235,12 +208,12 @@ def make_groups(
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None,
 ) -> list[RowGroup]:
-    """Lets every row walk for itself where no one can tell, and all rows together where someone could.
+    """Makes the rows independent where that changes no result, and otherwise keeps them in lockstep.
 
-    Rows that walk for themselves accept more. But a processor, criterion or streamer that looks at a whole batch must
-    find rows of equal length in it, and scores have an entry a token of all rows.
+    Independent rows accept more. But a processor, criterion or streamer that sees the whole batch must find rows of
+    equal length, and scores have one entry per token of all rows.
     """
-    apart = (
+    independent = (
         all(type(processor) in ROW_WISE_PROCESSORS for processor in logits_processor)
         and all(type(criterion) in ROW_WISE_CRITERIA for criterion in stopping_criteria)
         and streamer is None
@@ -250,7 +223,7 @@ def make_groups(
         )
     )
     batch_size = len(input_ids)
-    rows = [[row] for row in range(batch_size)] if apart else [list(range(batch_size))]
+    rows = [[row] for row in range(batch_size)] if independent else [list(range(batch_size))]
     return [
         RowGroup(group, EmittedSequences(input_ids[group], stopping_criteria, generation_config, streamer))
         for group in rows

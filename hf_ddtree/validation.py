@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from numbers import Integral
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 def require_positive_int(name: str, value: object, or_none: bool = False) -> None:

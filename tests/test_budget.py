@@ -257,7 +257,7 @@ def test_what_was_learned_can_be_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{}", "[]", "not JSON", '{"most_nodes": 8, "forward_seconds": [[1, 2]]}'])
 def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "budget.json").write_text(content)
-    with pytest.raises(ValueError, match="no file that `AutoBudget.save` wrote"):
+    with pytest.raises(ValueError, match="not a file that `AutoBudget.save` wrote"):
         AutoBudget.load(tmp_path / "budget.json")
 
 
@@ -283,7 +283,7 @@ def test_files_with_other_values_are_refused(tmp_path: Path, changed: dict[str, 
     run(policy, MACHINES["in steps of 8"], rounds=20)
     policy.save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    with pytest.raises(ValueError, match="no file that `AutoBudget.save` wrote"):
+    with pytest.raises(ValueError, match="not a file that `AutoBudget.save` wrote"):
         AutoBudget.load(path)
 
 

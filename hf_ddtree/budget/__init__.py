@@ -1,4 +1,4 @@
-"""How many nodes a round is worth."""
+"""Budget policies: how many nodes to draft and to verify in a round."""
 
 from .auto import AutoBudget
 from .policy import BudgetPolicy, FixedBudget, RoundCost

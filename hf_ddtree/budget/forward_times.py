@@ -9,34 +9,31 @@ from statistics import median
 
 import numpy as np
 
-# Sizes of trees, in drafted nodes, that are chosen from; 0 is plain decoding. With the root they make 8, 16 or 32 rows
-# and so on, which suits matrix products.
+# Candidate numbers of drafted nodes; 0 is standard decoding. With the root most make 8, 16, 32, ... rows, which suits
+# matrix products.
 SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 
-
-# What is tried first on a model that was never timed.
+# The first rounds on a model that has not been timed.
 FIRST_SIZES = (15, 0, 15)
 
-
-# Contexts of less than 512 tokens are alike, and from there on those between two powers of two.
+# Contexts of less than 512 tokens are in one class, and from there on those between two powers of two.
 SHORT_CONTEXT = 256
 
-
-# Times outside of this range are those of a clock that stood still or was set.
+# Times outside this range mean that the clock stood still or was set.
 SHORTEST, LONGEST = 1e-9, 1e6
 
-
-# Times that a median is taken of: of one size, of plain decoding, which is timed less often, and of the last rounds.
-# Of fewer than a few it means nothing.
-SAMPLES, SAMPLES_OF_PLAIN, SAMPLES_OF_PACE, FEW = 11, 5, 7, 3
+# Window of a median: of a size's times, of standard decoding's, which is timed less often, and of the machine's pace.
+SAMPLES, SAMPLES_OF_STANDARD, SAMPLES_OF_PACE = 11, 5, 7
+# With fewer samples a median means nothing.
+FEW = 3
 
 
 class ForwardTimes:
-    """Times of a target's forwards by context, rows and size: medians of the last few.
+    """Times of a target's forwards by context, rows and size: moving medians.
 
-    A machine is slower at one time than at another, for forwards of all sizes alike, and a size that was timed in a
-    slow minute would look slow until it is timed again, which it then never is. So times are kept in units of the
-    machine's pace: the median, over the last rounds, of a forward's time by what its size usually takes.
+    A machine's speed drifts, for forwards of all sizes alike. A size that was timed in a slow minute would look slow,
+    and so would never be timed again. So times are kept in units of the machine's pace: the moving median of a
+    forward's time divided by what its size usually takes.
     """
 
     def __init__(self) -> None:
@@ -46,7 +43,7 @@ class ForwardTimes:
         self._pace = 1.0
 
     def next_to_try(self, num_rows: int) -> int | None:
-        """A size to time before anything can be said; None when there is none left."""
+        """The next of `FIRST_SIZES` to time; None if all have been."""
         tried = self._tried.get(num_rows, 0)
         if tried == len(FIRST_SIZES):
             return None
@@ -65,16 +62,17 @@ class ForwardTimes:
     def estimate(self, num_cached: int, num_rows: int, most_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """Sizes `(s,)`, from 0 up to twice the largest that was timed, and seconds of a forward `(s,)`.
 
-        They never fall with the size. Sizes in between are interpolated, and those beyond the largest take longer by
-        as much a node as that one. Up to the first size they always are, as nothing may have been found to draft yet.
+        The seconds never fall with the size (isotonic regression). Sizes in between are interpolated; those beyond the
+        largest are extrapolated with its mean time per node. The sizes always reach up to the first of `FIRST_SIZES`,
+        as nothing may have been found to draft so far.
         """
         samples = self._of_context(num_cached, num_rows)
         timed = sorted(samples)
         seconds = self._pace * _never_falling([samples[size] for size in timed])
         largest = min(most_nodes, max(2 * timed[-1] + 1, FIRST_SIZES[0]))
         sizes = np.array([size for size in SIZES if size <= largest])
-        a_node = (seconds[-1] - seconds[0]) / max(timed[-1] - timed[0], 1)
-        return sizes, np.interp(sizes, timed, seconds) + a_node * np.maximum(sizes - timed[-1], 0)
+        per_node = (seconds[-1] - seconds[0]) / max(timed[-1] - timed[0], 1)
+        return sizes, np.interp(sizes, timed, seconds) + per_node * np.maximum(sizes - timed[-1], 0)
 
     def to_list(self) -> list[tuple[int, int, int, float]]:
         """Rows, context, size and seconds of all that was timed."""
@@ -85,7 +83,11 @@ class ForwardTimes:
         ]
 
     def add_list(self, entries: Sequence[tuple[int, int, int, float]]) -> None:
-        """Takes what `to_list` gave."""
+        """Takes what `to_list` gave.
+
+        Raises:
+            ValueError: If an entry is none that it gives.
+        """
         for rows, context, size, seconds in entries:
             if size not in SIZES or not SHORTEST <= seconds <= LONGEST or rows < 1:
                 raise ValueError(f"{seconds!r} seconds for {size!r} nodes of {rows!r} rows")
@@ -97,7 +99,7 @@ class ForwardTimes:
         context = max(num_cached, SHORT_CONTEXT).bit_length()
         key = num_rows, context
         if key not in self._samples:
-            # Until it has times of its own, a context counts as the nearest that was timed.
+            # Until it has times of its own, a context class starts from the nearest that was timed.
             others = [other for rows, other in self._samples if rows == num_rows]
             nearest = min(others, key=lambda other: abs(other - context), default=None)
             known = {} if nearest is None else self._samples[num_rows, nearest]
@@ -106,16 +108,16 @@ class ForwardTimes:
 
 
 def _times_of(size: int, *seconds: float) -> deque[float]:
-    return deque(seconds, maxlen=SAMPLES if size else SAMPLES_OF_PLAIN)
+    return deque(seconds, maxlen=SAMPLES if size else SAMPLES_OF_STANDARD)
 
 
 def _typical(times: deque[float]) -> float:
-    """The median; of very few, the least, as the first ones are slow."""
+    """The median; of few samples the minimum, as the first forwards are slow."""
     return min(times) if len(times) < FEW else median(times)
 
 
 def _never_falling(samples: Sequence[deque[float]]) -> np.ndarray:
-    """What is typical of each `(n,)`, moved as little as need be for none to be below the one before it."""
+    """`(n,)`, isotonic regression of the typical times by pooling adjacent violators, weighted by sample counts."""
     pools: list[tuple[float, int, int]] = []
     for times in samples:
         level, weight, count = _typical(times), len(times), 1

@@ -14,15 +14,15 @@ from ..tree.shape import MOST_NODES
 
 @dataclass(frozen=True)
 class RoundCost:
-    """What a round took and gave.
+    """Cost and yield of a round.
 
     Attributes:
-        num_cached: Tokens in the target's cache before it, of the longest row.
+        num_cached: Tokens in the target's cache before the round, of the longest row.
         num_rows: Rows of the batch.
         num_drafted: Drafted nodes of the largest tree that was verified; 0 if none was.
-        accepted: For each row, how many drafted tokens were emitted.
-        draft_seconds: Time to propose the trees and to choose their size, None if nothing was asked for.
-        verify_seconds: Time from then until the path's tokens are committed.
+        accepted: For each row, the number of accepted drafted tokens.
+        draft_seconds: Time to draft the trees and to choose their size; None if the drafter was not asked.
+        verify_seconds: Time from then until the accepted path is committed.
     """
 
     num_cached: int
@@ -34,17 +34,18 @@ class RoundCost:
 
 
 class BudgetPolicy(ABC):
-    """Decides each round how many nodes to draft, and how many of them to verify. Pass one as `tree_budget`.
+    """Decides in each round how many nodes to draft, and how many of them to verify. Pass one as `tree_budget`.
 
     Attributes:
-        most_nodes: Drafted nodes that a static cache gets room for; larger trees are cut to their most probable nodes.
+        most_nodes: Drafted nodes that a static cache is allocated for; larger trees are cut to their most probable
+            nodes.
     """
 
     most_nodes: int = 64
 
     @abstractmethod
     def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
-        """Most nodes a row that the generator shall draft; 0 to draft nothing and decode one token.
+        """Most nodes per row that the generator shall draft; 0 for a step of standard decoding.
 
         Args:
             num_cached: Tokens in the target's cache, of the longest row.
@@ -54,8 +55,10 @@ class BudgetPolicy(ABC):
     def nodes_to_verify(self, trees: Sequence[DraftTree], num_cached: int) -> int:
         """How many drafted nodes of each tree to verify, the most probable ones; 0 for the root alone.
 
+        By default all of them.
+
         Args:
-            trees: What was drafted, one for each row that has not finished. By default all of it is verified.
+            trees: The drafted trees, one per unfinished row.
             num_cached: Tokens in the target's cache, of the longest row.
         """
         return max(tree.num_drafted for tree in trees)
@@ -65,12 +68,12 @@ class BudgetPolicy(ABC):
 
 
 def checked_nodes(policy: BudgetPolicy, name: str, nodes: Any) -> int:
-    """A number of nodes that a policy gives, no more than a tree can have.
+    """A number of nodes that a policy gives, limited to what a tree can have.
 
     Args:
-        policy: Who gives it.
-        name: Of its method or attribute.
-        nodes: What that gives.
+        policy: The policy.
+        name: The name of its method or attribute.
+        nodes: The value of that.
 
     Raises:
         ValueError: If it is no integer of at least 0.
@@ -84,7 +87,7 @@ def checked_nodes(policy: BudgetPolicy, name: str, nodes: Any) -> int:
 
 
 class FixedBudget(BudgetPolicy):
-    """The same number of nodes each round.
+    """The same number of nodes in each round.
 
     Args:
         num_nodes: Drafted nodes, the root excluded.

@@ -1,4 +1,4 @@
-"""Facts about a target's layers: their kinds, their windows, where they are."""
+"""Facts about a target's layers: their kinds, their attention windows and where they are in the model."""
 
 from __future__ import annotations
 
@@ -12,28 +12,24 @@ from transformers import (
 
 from ..attention.dispatch import MIXERS
 
-# For each kind of attention layer, what its configuration calls the number of keys that it reaches; None for all keys.
+# For each kind of attention layer, the setting that holds its window; None for layers that attend to all keys.
 WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-
 
 # Layers with a convolution, and with a recurrence or without one.
 STATEFUL_LAYER_TYPES = ("linear_attention", "conv")
 
-
-# The last two keep nothing.
+# The last two have neither keys nor a state.
 LAYER_TYPES = (*WINDOWS, *STATEFUL_LAYER_TYPES, "moe", "mlp")
 
-
-# What Transformers calls two layers in one.
+# Entries of `layer_types` that stand for two layers in one.
 LAYERS_IN_ONE = {"hybrid": ("linear_attention", "full_attention")}
-
 
 # Rotary embeddings whose frequencies depend on the highest position of a forward.
 CHANGING_ROPE_TYPES = ("dynamic", "longrope")
 
 
 def first_changing_position(model: PreTrainedModel) -> int | None:
-    """The number of positions up to which the rotary embeddings stay as they are; None if they always do."""
+    """The number of positions beyond which the rotary embeddings change; None if they never do."""
     config = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
@@ -58,7 +54,7 @@ def layer_types(config: PretrainedConfig) -> list[str]:
 
 
 def window_of(config: PretrainedConfig, kind: str) -> int | None:
-    """How many keys an attention layer of a kind reaches, the query's own included; None if all."""
+    """How many keys an attention layer of a kind attends to, the query's own included; None if to all."""
     name = WINDOWS.get(kind)
     return None if name is None else getattr(config, name, None)
 
@@ -79,6 +75,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def operators_of(module: nn.Module) -> tuple[str, ...]:
-    """The functions that the operators stand for in a layer with a known state; none if it is no such layer."""
+    """The functions of a layer with a known state that the tree operators replace; none for other layers."""
     name = type(module).__name__
     return next((functions for ending, functions in MIXERS.items() if name.endswith(ending)), ())

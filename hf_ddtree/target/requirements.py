@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,13 +50,10 @@ from .weights import execution_device
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 
 
-# Kinds of layers that a tree would change, and why.
 BY_PLACE = "it picks keys by their places in the cache, and branches that a node must not see have places there too"
-
-
 MERGING = "it merges keys that stand side by side in the cache, even of different branches"
 
-
+# Kinds of layers whose output a tree would change, and why.
 UNKNOWN_LAYER_TYPES = {
     "indexed_attention": BY_PLACE,
     "deepseek_sparse_attention": BY_PLACE,
@@ -66,14 +63,13 @@ UNKNOWN_LAYER_TYPES = {
     "heavily_compressed_attention": MERGING,
 }
 
-
+# What models call their argument for a cache or a state.
 CACHE_ARGUMENTS = {"cache", "past_key_values", "cache_params", "state"}
 
-
-# Models whose attention goes by a key's index in the cache, where a node's siblings have a place as well.
+# Models that attend by a key's index in the cache. A node's siblings take up indices as well.
 INDEXED_KEYS = ("doge", "git", "gpt_neo")
 
-
+# Cache layers that can take a tree and give back one path of it.
 CACHE_LAYERS = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -86,7 +82,7 @@ CACHE_LAYERS = (
 
 
 def check_processes(model: PreTrainedModel, generation_config: GenerationConfig, synced_gpus: bool | None) -> None:
-    """Refuses a model that is spread over processes in a way that tree decoding does not know.
+    """Refuses a model that is distributed over processes in a way that tree decoding does not support.
 
     Args:
         model: The target.
@@ -94,8 +90,8 @@ def check_processes(model: PreTrainedModel, generation_config: GenerationConfig,
         synced_gpus: As `generate()` got it.
 
     Raises:
-        ValueError: If DeepSpeed ZeRO-3 or the first FSDP shards the model, if each process has other layers,
-            or if the processes could not stay together under this call's arguments.
+        ValueError: If DeepSpeed ZeRO-3 or the first version of FSDP shards the model, if it is split into pipeline
+            stages, or if the processes could diverge under this call's arguments.
     """
     name = type(model).__name__
     if is_split_into_stages(model):
@@ -126,105 +122,178 @@ def check_target(model: PreTrainedModel) -> None:
     """Refuses a model whose tokens could come out wrong.
 
     Raises:
-        ValueError: If the model is an encoder-decoder, has an attention implementation that takes no tree mask, or
-            layers or a state that the package does not know. The message says what to do instead.
+        ValueError: If a requirement of `TARGET_REQUIREMENTS` does not hold. The message says what to do instead.
     """
-    name = type(model).__name__
+    for reason in filter(None, (why_not(model) for why_not in TARGET_REQUIREMENTS)):
+        raise ValueError(f"{type(model).__name__} {reason}")
+
+
+def _encoder_decoder(model: PreTrainedModel) -> str | None:
+    if not model.config.is_encoder_decoder:
+        return None
+    return (
+        "is an encoder-decoder, but tree decoding is for decoder-only models. Generate without `generation_strategy`."
+    )
+
+
+def _generates_in_its_own_way(model: PreTrainedModel) -> str | None:
+    if isinstance(model, GenerationMixin):
+        return None
+    return (
+        "generates in a way of its own, not token by token with Transformers' `GenerationMixin`. Generate without "
+        "`generation_strategy`."
+    )
+
+
+def _unknown_number_of_layers(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{name} is an encoder-decoder, but tree decoding is for decoder-only models. Generate without "
-            "`generation_strategy`."
-        )
-    if not isinstance(model, GenerationMixin):
-        raise ValueError(
-            f"{name} generates in a way of its own, not token by token with Transformers' `GenerationMixin`. Generate "
-            "without `generation_strategy`."
-        )
-    if not hasattr(config, "num_hidden_layers"):
-        raise ValueError(
-            f"{name} has a configuration without `num_hidden_layers`, a `{type(config).__name__}`, so tree decoding "
-            "does not know what its layers are. Generate without `generation_strategy`."
-        )
-    implementation = config._attn_implementation
-    if implementation not in ATTENTION_IMPLEMENTATIONS:
-        raise ValueError(
-            f"{name} runs with attn_implementation={implementation!r}, which cannot mask a tree. Load it with "
-            'attn_implementation="sdpa" or "eager".'
-        )
-    kinds = set(layer_types(config))
-    if unknown := sorted(kinds - set(LAYER_TYPES)):
-        reasons = "; ".join(f"{kind}: {UNKNOWN_LAYER_TYPES.get(kind, 'its rule is unknown')}" for kind in unknown)
-        raise ValueError(
-            f"{name} has layers of a kind that tree decoding does not know ({reasons}). It knows "
-            f"{', '.join(LAYER_TYPES)}. Generate without `generation_strategy`."
-        )
-    if {model.config.model_type, config.model_type}.intersection(INDEXED_KEYS):
-        raise ValueError(
-            f"{name} chooses among keys by their index, the other branches' included, so a tree would change what it "
-            "attends to. Generate without `generation_strategy`."
-        )
-    if narrow := [WINDOWS[kind] for kind in kinds if window_of(config, kind) == 1]:
-        raise ValueError(
-            f"{name} has `{narrow[0]}=1`, for which Transformers keeps all keys. Tree decoding works from a window of "
-            "2 on. Generate without `generation_strategy`."
-        )
-    has_state = getattr(model, "_is_stateful", False) or any(kind in STATEFUL_LAYER_TYPES for kind in kinds)
-    modules = list(model.modules())
-    if not model._supports_default_dynamic_cache() or (has_state and not _has_known_state(config, modules)):
-        raise ValueError(
-            f"{name} keeps a state that tree decoding does not know how to branch and commit, in "
-            f"{', '.join(_layers_with_unknown_state(model)) or 'its layers'}; it knows that of Gated DeltaNet, Kimi "
-            "delta attention, Mamba-2 and short convolution layers. Generate without `generation_strategy`."
-        )
-    parameters = inspect.signature(model.forward).parameters
-    if CACHE_KEY not in parameters:
-        raise ValueError(
-            f"{name} takes no cache, which a tree is verified against. Generate without `generation_strategy`."
-        )
-    if "position_ids" not in parameters or getattr(config, "alibi", False):
-        raise ValueError(
-            f"{name} takes its positions from the order of the tokens, not from `position_ids`, so the branches of a "
-            "tree cannot share a forward. Generate without `generation_strategy`."
-        )
-    if across := sorted({type(module).__name__ for module in modules if _attends_elsewhere(module)}):
-        raise ValueError(
-            f"{name} has layers that keep keys of another sequence, such as an image, beside those of the text "
-            f"({', '.join(across)}), and tree decoding does not know how to keep those. Generate without "
-            "`generation_strategy`."
-        )
+    if hasattr(config, "num_hidden_layers"):
+        return None
+    return (
+        f"has a configuration without `num_hidden_layers`, a `{type(config).__name__}`, so tree decoding does not "
+        "know what its layers are. Generate without `generation_strategy`."
+    )
+
+
+def _attention_without_tree_mask(model: PreTrainedModel) -> str | None:
+    implementation = model.config.get_text_config()._attn_implementation
+    if implementation in ATTENTION_IMPLEMENTATIONS:
+        return None
+    return (
+        f"runs with attn_implementation={implementation!r}, which cannot mask a tree. Load it with "
+        'attn_implementation="sdpa" or "eager".'
+    )
+
+
+def _unknown_layers(model: PreTrainedModel) -> str | None:
+    unknown = sorted(set(layer_types(model.config.get_text_config())) - set(LAYER_TYPES))
+    if not unknown:
+        return None
+    reasons = "; ".join(f"{kind}: {UNKNOWN_LAYER_TYPES.get(kind, 'its rule is unknown')}" for kind in unknown)
+    return (
+        f"has layers of a kind that tree decoding does not know ({reasons}). It knows {', '.join(LAYER_TYPES)}. "
+        "Generate without `generation_strategy`."
+    )
+
+
+def _attention_by_index(model: PreTrainedModel) -> str | None:
+    if not {model.config.model_type, model.config.get_text_config().model_type}.intersection(INDEXED_KEYS):
+        return None
+    return (
+        "chooses among keys by their index, the other branches' included, so a tree would change what it attends to. "
+        "Generate without `generation_strategy`."
+    )
+
+
+def _window_of_one(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config()
+    narrow = [WINDOWS[kind] for kind in set(layer_types(config)) if window_of(config, kind) == 1]
+    if not narrow:
+        return None
+    return (
+        f"has `{narrow[0]}=1`, for which Transformers keeps all keys. Tree decoding works from a window of 2 on. "
+        "Generate without `generation_strategy`."
+    )
+
+
+def _unknown_state(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config()
+    has_state = getattr(model, "_is_stateful", False) or any(
+        kind in STATEFUL_LAYER_TYPES for kind in layer_types(config)
+    )
+    if model._supports_default_dynamic_cache() and (not has_state or _has_known_state(config, model.modules())):
+        return None
+    return (
+        "keeps a state that tree decoding does not know how to branch and commit, in "
+        f"{', '.join(_layers_with_unknown_state(model)) or 'its layers'}; it knows that of Gated DeltaNet, Kimi delta "
+        "attention, Mamba-2 and short convolution layers. Generate without `generation_strategy`."
+    )
+
+
+def _no_cache(model: PreTrainedModel) -> str | None:
+    if CACHE_KEY in inspect.signature(model.forward).parameters:
+        return None
+    return "takes no cache, which a tree is verified against. Generate without `generation_strategy`."
+
+
+def _no_positions(model: PreTrainedModel) -> str | None:
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if takes_positions and not getattr(model.config.get_text_config(), "alibi", False):
+        return None
+    return (
+        "takes its positions from the order of the tokens, not from `position_ids`, so the branches of a tree cannot "
+        "share a forward. Generate without `generation_strategy`."
+    )
+
+
+def _attention_to_another_sequence(model: PreTrainedModel) -> str | None:
+    across = sorted({type(module).__name__ for module in model.modules() if _attends_elsewhere(module)})
+    if not across:
+        return None
+    return (
+        f"has layers that keep keys of another sequence, such as an image, beside those of the text "
+        f"({', '.join(across)}), and tree decoding does not know how to keep those. Generate without "
+        "`generation_strategy`."
+    )
+
+
+def _positions_of_its_own(model: PreTrainedModel) -> str | None:
     token = torch.zeros((1, 1), dtype=torch.int64, device=execution_device(model))
     step = {CACHE_KEY: DynamicCache(), "position_ids": token, "use_cache": True}
-    check_inputs(model, model.prepare_inputs_for_generation(token, **step))
+    return _drops_positions(model.prepare_inputs_for_generation(token, **step))
+
+
+# Each says why a model cannot be decoded by tree, after the name of its class, or returns None. Later ones may rely on
+# what earlier ones found.
+TARGET_REQUIREMENTS: tuple[Callable[[PreTrainedModel], str | None], ...] = (
+    _encoder_decoder,
+    _generates_in_its_own_way,
+    _unknown_number_of_layers,
+    _attention_without_tree_mask,
+    _unknown_layers,
+    _attention_by_index,
+    _window_of_one,
+    _unknown_state,
+    _no_cache,
+    _no_positions,
+    _attention_to_another_sequence,
+    _positions_of_its_own,
+)
 
 
 def check_inputs(model: PreTrainedModel, model_inputs: dict[str, Any]) -> None:
-    """Refuses a model whose forward does not get the positions that it is to be given.
+    """Refuses a model that drops the positions given to `prepare_inputs_for_generation`.
 
     Args:
         model: The target.
-        model_inputs: What `prepare_inputs_for_generation` makes of some tokens and their `position_ids`.
+        model_inputs: The result of `prepare_inputs_for_generation` for some tokens and their `position_ids`.
 
     Raises:
-        ValueError: If there are no positions among them.
+        ValueError: If it holds no positions.
     """
-    if model_inputs.get("position_ids") is None:
-        raise ValueError(
-            f"{type(model).__name__} makes its positions from the order of the tokens, not from `position_ids`, so "
-            "the branches of a tree cannot share a forward. Generate without `generation_strategy`."
-        )
+    if reason := _drops_positions(model_inputs):
+        raise ValueError(f"{type(model).__name__} {reason}")
+
+
+def _drops_positions(model_inputs: dict[str, Any]) -> str | None:
+    if model_inputs.get("position_ids") is not None:
+        return None
+    return (
+        "makes its positions from the order of the tokens, not from `position_ids`, so the branches of a tree cannot "
+        "share a forward. Generate without `generation_strategy`."
+    )
 
 
 def check_positions(model: PreTrainedModel, input_ids: Tensor, max_length: int | None, position_ids: Tensor) -> None:
-    """Refuses a call whose rotary embedding could change under way.
+    """Refuses a call in which the rotary embedding could change between forwards.
 
-    Some rotary embeddings choose their frequencies for a whole forward by its highest position. The deepest node of a
-    tree would choose for all others.
+    Some rotary embeddings choose the frequencies of a whole forward by its highest position. The deepest node of a
+    tree would then choose for all others.
 
     Args:
         model: The target.
         input_ids: `(batch, length)`, the prompts.
-        max_length: Most tokens that the sequences may have, None if no length is set.
+        max_length: Limit on the length of the sequences, None if there is none.
         position_ids: Positions of the prompts; the last axis is the sequence.
 
     Raises:
@@ -247,8 +316,8 @@ def check_cache(cache: Cache | None) -> None:
     """Refuses a cache that cannot take a tree and give back one path of it.
 
     Raises:
-        ValueError: If there is no cache, or it is not a `DynamicCache` or `StaticCache` with layers that the package
-            knows, which all hold the same tokens.
+        ValueError: If there is no cache, or it is not a `DynamicCache` or `StaticCache` of known layers that all hold
+            the same tokens.
     """
     if cache is None:
         raise ValueError("Tree decoding needs a cache, but `use_cache` is False. Leave `use_cache` at True.")
@@ -283,8 +352,8 @@ def check_cache(cache: Cache | None) -> None:
         )
 
 
-def _has_known_state(config: PretrainedConfig, modules: Sequence[nn.Module]) -> bool:
-    """Whether all that the model keeps besides keys and values is the state of layers that the operators know."""
+def _has_known_state(config: PretrainedConfig, modules: Iterable[nn.Module]) -> bool:
+    """Whether the model has no other state than keys, values and the states of known layers."""
     mixers = [(type(module), functions) for module in modules if (functions := operators_of(module))]
     return (
         len(mixers) == sum(kind in STATEFUL_LAYER_TYPES for kind in layer_types(config))
@@ -294,7 +363,7 @@ def _has_known_state(config: PretrainedConfig, modules: Sequence[nn.Module]) -> 
 
 
 def _layers_with_unknown_state(model: PreTrainedModel) -> list[str]:
-    """Names of the innermost classes that take a cache and are neither known nor, if there are others, attention."""
+    """Names of the innermost classes that take a cache and are not known; attention only if there are no others."""
     takers = [module for module in model.modules() if _takes_cache(module)]
     outer = {id(taker) for taker in takers if any(_takes_cache(inner) for inner in list(taker.modules())[1:])}
     names = {type(taker).__name__ for taker in takers if id(taker) not in outer and not operators_of(taker)}
@@ -302,7 +371,7 @@ def _layers_with_unknown_state(model: PreTrainedModel) -> list[str]:
 
 
 def _attends_elsewhere(module: nn.Module) -> bool:
-    """Whether it is an attention layer for another sequence than the text, whose keys are cached like the text's."""
+    """Whether a module attends to another sequence than the text, whose keys are cached like the text's."""
     return type(module).__name__.endswith("CrossAttention") and _takes_cache(module)
 
 
