@@ -12,7 +12,7 @@ from .candidate_generators import (
 from .check_report import CheckReport, check
 from .configuration import DDTreeConfig
 from .demo import load_demo
-from .drafters import load_drafter
+from .drafter_kinds import load_drafter
 from .drafters.calibration import Calibration
 from .output import DDTreeOutput, DDTreeStats
 from .registration import register, unregister

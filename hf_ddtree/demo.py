@@ -8,7 +8,8 @@ from importlib.resources import as_file, files
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .drafters import DFlashDraftModel, load_drafter
+from .drafter_kinds import load_drafter
+from .drafters import DFlashDraftModel
 
 _PAIR = files("hf_ddtree") / "demo_pair"
 

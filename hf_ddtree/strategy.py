@@ -17,14 +17,13 @@ from .candidate_generators import (
     CombinedTreeCandidateGenerator,
     PromptLookupTreeCandidateGenerator,
     TreeCandidateGenerator,
-    drafter_kind,
-    make_candidate_generator,
 )
 from .configuration import DDTreeConfig
 from .decoding.acceptance import PER_TOKEN_PROCESSORS, Chooser
 from .decoding.distributed import Processes
 from .decoding.loop import decode
 from .decoding.sequences import EmittedSequences, RowGroup, gather_rows
+from .drafter_kinds import drafter_kind, make_candidate_generator
 from .interop.versions import CACHE_KEY, cache_of, prompt_length
 from .output import DDTreeOutput, DDTreeStats
 from .target.requirements import check_cache, check_positions, check_processes, check_target

@@ -310,12 +310,14 @@ def check_tree_search(device: str, quick: bool) -> list[dict[str, Any]]:
 
             def search(candidates: Any = candidates, roots: Any = roots, budget: int = budget) -> Any:
                 log_probs, token_ids, *next_state = candidates
-                return search_trees(log_probs, token_ids, roots, budget, "best_first", None, *next_state)
+                return search_trees(
+                    log_probs, token_ids, roots, budget, next_state=next_state[0] if next_state else None
+                )
 
             def build(candidates: Any = candidates, roots: Any = roots, budget: int = budget) -> Any:
                 of_rows = zip(*on_host(*candidates))
                 return [
-                    build_tree(log_probs, token_ids, root, budget, "best_first", None, False, *next_state)
+                    build_tree(log_probs, token_ids, root, budget, next_state=next_state[0] if next_state else None)
                     for root, (log_probs, token_ids, *next_state) in zip(roots, of_rows)
                 ]
 

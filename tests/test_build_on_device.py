@@ -49,7 +49,6 @@ sizes = st.fixed_dictionaries(
         "shape": st.sampled_from(TREE_SHAPES),
         "coarse": st.booleans(),
         "impossible": st.sampled_from((0.0, 0.1, 0.7)),
-        "draft_length": st.none() | st.integers(1, 5),
     }
 )
 
@@ -60,7 +59,7 @@ def test_marginal_trees(size):
     log_probs, token_ids = candidates(
         size["seed"], (size["batch"], size["depth"], size["k"]), size["coarse"], size["impossible"]
     )
-    roots, options = list(range(size["batch"])), (size["budget"], size["shape"], size["draft_length"])
+    roots, options = list(range(size["batch"])), (size["budget"], size["shape"])
     found = search_trees(log_probs, token_ids, roots, *options)
     expected = [build_tree(*row, root, *options) for *row, root in zip(log_probs, token_ids, roots)]
     assert_same(found, expected)
@@ -73,8 +72,8 @@ def test_trees_of_candidates_with_states(size, num_states, same_everywhere):
     log_probs, token_ids = candidates(size["seed"], shape, size["coarse"], size["impossible"])
     rng = np.random.default_rng(size["seed"])
     next_state = torch.from_numpy(rng.integers(0, num_states, shape[2:] if same_everywhere else shape))
-    roots, options = list(range(size["batch"])), (size["budget"], size["shape"], size["draft_length"])
-    found = search_trees(log_probs, token_ids, roots, *options, next_state)
+    roots, options = list(range(size["batch"])), (size["budget"], size["shape"])
+    found = search_trees(log_probs, token_ids, roots, *options, next_state=next_state)
     next_states = next_state.expand(shape)
     expected = [
         build_tree(*row, root, *options, next_state=state)
@@ -90,10 +89,9 @@ def test_trees_of_pair_scores(shape, budget):
     logits = torch.randn(2, 12, 500) * 3
     log_probs, token_ids = logits.log_softmax(-1).topk(16)
     candidates_given = conditional_candidates(log_probs, token_ids, torch.randn(2, 12, 16, 16))
-    found = search_trees(*candidates_given[:2], [7, 8], budget, shape, None, candidates_given[2])
+    found = search_trees(*candidates_given[:2], [7, 8], budget, shape, next_state=candidates_given[2])
     expected = [
-        build_tree(*row, root, budget, shape, None, False, state)
-        for *row, state, root in zip(*candidates_given, [7, 8])
+        build_tree(*row, root, budget, shape, next_state=state) for *row, state, root in zip(*candidates_given, [7, 8])
     ]
     assert_same(found, expected)
     assert max(map(len, found)) == (13 if shape == "chain" else budget + 1)
@@ -105,5 +103,3 @@ def test_arguments_are_checked():
         search_trees(log_probs, token_ids, [0], 0)
     with pytest.raises(ValueError, match="shape"):
         search_trees(log_probs, token_ids, [0], 4, "bushy")
-    with pytest.raises(ValueError, match="draft_length"):
-        search_trees(log_probs, token_ids, [0], 4, draft_length=0)

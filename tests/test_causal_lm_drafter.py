@@ -18,7 +18,7 @@ from helpers.side_by_side import make_prompt
 import hf_ddtree
 from hf_ddtree import CausalLMTreeCandidateGenerator, DDTreeConfig, DraftContext
 from hf_ddtree.candidate_generators import causal_lm
-from hf_ddtree.drafters.causal_lm import _check_vocab_size
+from hf_ddtree.drafters.causal_lm.checkpoint import _check_vocab_size
 from hf_ddtree.interop.versions import CACHE_KEY
 
 SHAPES = ("best_first", "spine_first", "chain")

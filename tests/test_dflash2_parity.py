@@ -21,7 +21,8 @@ from torch import nn
 from transformers import Qwen3Config
 
 from hf_ddtree.drafters import DFlash2DraftModel, DFlashContextCache
-from hf_ddtree.drafters.loading import read_drafter_config
+from hf_ddtree.drafters.checkpoint import Checkpoint
+from hf_ddtree.drafters.dflash2.checkpoint import read_dflash2_config
 from hf_ddtree.tree.build import build_tree
 from hf_ddtree.tree.candidates import best_tokens, conditional_candidates
 
@@ -38,7 +39,7 @@ def make_pair(**settings: Any) -> tuple[nn.Module, DFlash2DraftModel]:
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
-    ours = DFlash2DraftModel(read_drafter_config(config, "test")).eval()
+    ours = DFlash2DraftModel(read_dflash2_config(Checkpoint("test", raw_config=config))).eval()
     # Published checkpoints name the codebooks as we do; the reference renames them as it loads.
     ours.load_state_dict({name.replace("codebook.weight", "codebook"): w for name, w in theirs.state_dict().items()})
     return theirs, ours

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_ddtree.drafters import DFlashConfig, DFlashContextCache, DFlashDraftModel
-from hf_ddtree.drafters.dflash import _block_mask
+from hf_ddtree.drafters.dflash.model import _block_mask
 
 HIDDEN, BLOCK, WINDOW = 16, 4, 5
 LAYER_TYPES = [["full_attention", "full_attention"], ["sliding_attention", "full_attention"]]
@@ -103,7 +103,7 @@ def test_sliding_layers_forget_and_say_so() -> None:
         drafter(torch.randn(1, BLOCK, HIDDEN), torch.randn(1, 10, 2 * HIDDEN), cache=cache)
     assert cache.get_seq_length() == 600
     assert all(layer._buffer.shape[3] <= 64 for layer in cache._layers)
-    with pytest.raises(ValueError, match="has forgotten tokens"):
+    with pytest.raises(ValueError, match="has dropped tokens"):
         cache.crop(3)
 
 

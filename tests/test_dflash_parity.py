@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3Config
 
 from hf_ddtree.drafters import DFlashContextCache, DFlashDraftModel
-from hf_ddtree.drafters.loading import read_drafter_config
+from hf_ddtree.drafters.checkpoint import Checkpoint
+from hf_ddtree.drafters.dflash.checkpoint import read_dflash_config
 
 reference = pytest.importorskip("dflash.model", reason="the parity tests need `pip install --no-deps dflash==0.1.0`")
 
@@ -60,7 +61,7 @@ def make_pair(config: dict[str, Any]) -> tuple[nn.Module, DFlashDraftModel]:
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
-    ours = DFlashDraftModel(read_drafter_config(config, "test")).eval()
+    ours = DFlashDraftModel(read_dflash_config(Checkpoint("test", raw_config=config))).eval()
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
 
@@ -130,7 +131,7 @@ def test_layers_of_a_checkpoint_that_names_none() -> None:
         config = checkpoint_config("old", num_target_layers=depth, num_hidden_layers=layers)
         del config["dflash_config"]["target_layer_ids"]
         expected = reference.build_target_layer_ids(depth, layers)
-        assert read_drafter_config(config, "test").target_layer_ids == expected
+        assert read_dflash_config(Checkpoint("test", raw_config=config)).target_layer_ids == expected
 
 
 @torch.no_grad()

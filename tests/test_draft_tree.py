@@ -69,9 +69,9 @@ def enumerate_prefixes(log_probs, token_ids, depth):
     return sorted(found, key=lambda entry: (-entry[0], entry[1], entry[2]))
 
 
-def expected_prefixes(log_probs, token_ids, budget, shape, draft_length):
+def expected_prefixes(log_probs, token_ids, budget, shape):
     """What a builder must give, in its order: by depth, then by falling probability."""
-    depth = min(len(log_probs), draft_length or len(log_probs))
+    depth = len(log_probs)
     ranked = enumerate_prefixes(log_probs, token_ids, depth)
     spine = [entry for entry in ranked if entry[4]]
     if shape == "chain":
@@ -261,18 +261,17 @@ def search_problems(draw):
     scores = torch.tensor(draw(st.lists(value, min_size=depth * width, max_size=depth * width)))
     log_probs, token_ids = candidates_from(scores.view(depth, width))
     budget = draw(st.integers(1, 40))
-    draft_length = draw(st.none() | st.integers(1, 5))
-    return log_probs, token_ids, budget, draft_length
+    return log_probs, token_ids, budget
 
 
 @pytest.mark.parametrize("shape", TREE_SHAPES)
 @given(problem=search_problems())
 @settings(deadline=None, max_examples=200)
 def test_against_enumeration(shape, problem):
-    log_probs, token_ids, budget, draft_length = problem
-    tree = build_tree(log_probs, token_ids, ROOT, budget, shape, draft_length)
+    log_probs, token_ids, budget = problem
+    tree = build_tree(log_probs, token_ids, ROOT, budget, shape)
     DraftTree.from_parents(tree.token_ids, tree.parents, tree.log_probs)
-    prefixes, scores = expected_prefixes(log_probs, token_ids, budget, shape, draft_length)
+    prefixes, scores = expected_prefixes(log_probs, token_ids, budget, shape)
     assert tree.token_ids[0] == ROOT
     assert prefixes_of(tree) == prefixes
     assert tree.log_probs[1:].tolist() == scores
@@ -341,18 +340,10 @@ def test_masked_candidates_are_never_drafted(shape):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"log_probs": torch.tensor([[-0.5, float("nan")]])}, "`log_probs` holds NaN"),
-        ({"log_probs": torch.tensor([[0.5, -1.0]])}, "`log_probs` holds 0.5"),
-        ({"log_probs": torch.tensor([[-1.0, -0.5]])}, "`log_probs` must descend"),
-        ({"log_probs": torch.tensor([-0.5, -1.0])}, r"`log_probs` has shape \(2,\)"),
-        ({"log_probs": torch.zeros(0, 2)}, r"`log_probs` has shape \(0, 2\)"),
-        ({"token_ids": torch.tensor([[1, 2, 3]])}, r"`token_ids` has shape \(1, 3\)"),
-        ({"token_ids": torch.tensor([[2, 2]])}, "`token_ids` holds a token twice"),
         ({"budget": 0}, "`budget` must be an integer of at least 1"),
         ({"budget": -3}, "`budget`"),
         ({"budget": 4.0}, "`budget`"),
         ({"shape": "bushy"}, "`shape` must be one of"),
-        ({"draft_length": 0}, "`draft_length`"),
     ],
 )
 def test_build_tree_refuses_bad_arguments(changes, message):

@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpModel
 import hf_ddtree
 from hf_ddtree import DDTreeConfig, DraftContext, MTPTreeCandidateGenerator
 from hf_ddtree.candidate_generators import mtp
-from hf_ddtree.drafters.mtp import MTPDrafter
+from hf_ddtree.drafters.mtp.model import MTPDrafter
 from hf_ddtree.target.features import FeatureRecorder
 
 FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")

@@ -1,4 +1,4 @@
-"""Who proposes trees."""
+"""Candidate generators: how trees are drafted, a file per way."""
 
 from .base import TreeCandidateGenerator
 from .causal_lm import CausalLMTreeCandidateGenerator
@@ -7,7 +7,6 @@ from .context import DraftContext, join_features
 from .dflash import DFlashTreeCandidateGenerator
 from .mtp import MTPTreeCandidateGenerator
 from .prompt_lookup import PromptLookupTreeCandidateGenerator
-from .selection import drafter_kind, make_candidate_generator
 from .tree_checks import checked_trees
 
 __all__ = [
@@ -19,7 +18,5 @@ __all__ = [
     "PromptLookupTreeCandidateGenerator",
     "TreeCandidateGenerator",
     "checked_trees",
-    "drafter_kind",
     "join_features",
-    "make_candidate_generator",
 ]

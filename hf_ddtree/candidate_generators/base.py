@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 from transformers.utils import ModelOutput
 
+from ..configuration import DDTreeConfig
 from ..interop.versions import CACHE_KEY, captured_layers, hidden_states_of
 from ..tree.draft_tree import DraftTree
+from ..tree.shape import TreeShape
 from .context import DraftContext
 
 
@@ -38,6 +40,7 @@ class TreeCandidateGenerator(CandidateGenerator):
     build_seconds: float = 0.0
     num_forwards: int = 0
     default_budget: ClassVar[int] = 16
+    default_shape: ClassVar[TreeShape] = "best_first"
     # Where Transformers' own assisted decoding is.
     _num_candidates: int = 0
     _num_seen: int = 0
@@ -62,6 +65,19 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     def finish(self, context: DraftContext) -> None:
         """Called after the last round, with what `propose` would get now."""
+
+    def _set_knobs(self, config: DDTreeConfig | None, default_length: int, longest: int | None = None) -> None:
+        """Keeps the knobs, with the generator's own shape and draft length where they are None.
+
+        Args:
+            config: The knobs; None for the defaults.
+            default_length: Depth of the deepest node by default.
+            longest: Depth of the deepest node that can be drafted; None for no limit.
+        """
+        self.config = config or DDTreeConfig()
+        self._shape: TreeShape = self.config.tree_shape or self.default_shape
+        length = self.config.draft_length or default_length
+        self._draft_length = length if longest is None else min(length, longest)
 
     @contextmanager
     def building(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from ..attention import dispatch
 from ..configuration import DDTreeConfig
-from ..drafters.causal_lm import check_causal_lm_fits
+from ..drafters.causal_lm.checkpoint import check_causal_lm_fits
 from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
 from ..target.commit import commit
@@ -24,28 +24,26 @@ from ..target.past_recording import recording_past
 from ..target.preallocation import give_room
 from ..target.requirements import check_cache
 from ..target.weights import execution_device
-from ..tree.candidates import top_candidates
 from ..tree.draft_tree import DraftTree
-from ..tree.growing_tree import GrowingTree, grow_level
-from .base import TreeCandidateGenerator, end_tokens_of
+from ..tree.growing_tree import GrowingTree
+from .base import end_tokens_of
 from .context import DraftContext
+from .levelwise import DEFAULT_DRAFT_LENGTH, LevelwiseTreeCandidateGenerator
 
-# Levels of a tree if `draft_length` does not say how many. Each costs a forward of the drafter.
-DEFAULT_DRAFT_LENGTH = 5
-# Most tokens a row that enter a drafter with a filled cache in one forward; each sees the mask of a tree.
+# Most tokens per row that enter a drafter with a filled cache in one forward; each sees the mask of a tree.
 TOKENS_AT_ONCE = 256
 
 
 @dataclass
 class CausalLMState:
-    """What the drafter knows of the sequences; goes with the target's cache from one `generate()` call to the next.
+    """What the drafter keeps of the sequences; passed with the target's cache from one `generate()` call to the next.
 
     Attributes:
-        drafter: What the drafter is like; another one starts anew.
-        sequences: For each row its tokens so far, `(length,)`, without padding; the last is the root.
-        num_seen: For each row, how many tokens the target had seen.
+        drafter: Identifies the drafter; the state of another one is not used.
+        sequences: Per row its tokens so far, `(length,)`, without padding; the last is the root.
+        num_seen: Per row the number of tokens that the target had seen.
         rows, model_kwargs: What the drafter's cache holds, and the cache, as in decoding. None before the first draft.
-        num_cached: For each row, how many of its tokens are in the cache.
+        num_cached: Per row the number of its tokens in the cache.
         fed: The last trees that were fed and have not been committed.
     """
 
@@ -58,18 +56,18 @@ class CausalLMState:
     fed: tuple[Verification, Sequence[DraftTree]] | None = None
 
     def continues(self, sequences: Sequence[Tensor]) -> bool:
-        """Whether each of the sequences goes on from the one that is known."""
+        """Whether each of the sequences continues the one that is known."""
         return len(sequences) == len(self.sequences) and all(
             torch.equal(sequence[: len(known)], known.to(sequence.device))
             for sequence, known in zip(sequences, self.sequences)
         )
 
 
-class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
+class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
     """Expands a tree level by level: one forward of the drafter for all nodes of a level.
 
     A node's children are the most probable tokens after its own branch. By default the whole top-1 chain is in the
-    tree, so that no chain of this length would be accepted any further, and the rest of the budget goes to the most
+    tree, so that no chain of this length is accepted further, and the rest of the budget goes to the most
     probable of the other prefixes. The drafter runs on trees as the target does. Its cache holds what has been
     accepted: each forward feeds the frontier and its ancestors, and what the target accepts of the last ones fed is
     committed without being fed again. A chain of `n` tokens takes `n` forwards, as in Transformers' assisted decoding.
@@ -78,7 +76,7 @@ class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
         drafter: The drafter, on any device, in any dtype; may be the target itself.
         target_model: The target.
         config: Shape, width and depth of the trees; five levels if `draft_length` does not say otherwise.
-        state: What a former call's drafter knew of the sequences, if they go on.
+        state: A former call's `draft_state`, if the sequences continue.
 
     Raises:
         ValueError: If the drafter has another vocabulary than the target, or cannot run on trees.
@@ -100,7 +98,7 @@ class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
                 f"is a `{type(state).__name__}`."
             )
         self.drafter = drafter
-        self.config = config or DDTreeConfig()
+        self._set_knobs(config, DEFAULT_DRAFT_LENGTH)
         self.end_tokens = end_tokens_of(target_model)
         self._device = execution_device(drafter)
         text_config = drafter.config.get_text_config()
@@ -114,7 +112,6 @@ class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
         self.state = state
         self._cached_elsewhere: list[Tensor] | None = None
         self._recorder = FeatureRecorder(drafter, ())
-        self._draft_length = self.config.draft_length or DEFAULT_DRAFT_LENGTH
         self._longest = getattr(text_config, "max_position_embeddings", None) or math.inf
         self._num_embeddings = drafter.get_input_embeddings().num_embeddings
         self._vocab_size = min(self._num_embeddings, target_model.get_input_embeddings().num_embeddings)
@@ -145,19 +142,19 @@ class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
         dispatch.install(self.drafter)
         if state.rows is None:
             self._prefill()
-        trees = [GrowingTree(root, budget, self.config.tree_shape or "spine_first") for root in roots]
+        trees = self._new_trees(roots, budget)
         with recording_past(state.model_kwargs[CACHE_KEY]):
-            logits = self._feed_sequences()
-            for level in range(1, self._draft_length + 1):
-                self._grow(trees, logits, min(budget, self.config.tree_top_k or budget))
-                if level == self._draft_length or not any(len(tree.frontier) for tree in trees):
-                    break
-                branches = [tree.branches() for tree in trees]
-                logits = self._feed([tree for tree, _ in branches], [frontier for _, frontier in branches])
-        return [tree.tree() for tree in trees]
+            return self._grow(trees, self._levels(trees), budget)
+
+    def _levels(self, trees: list[GrowingTree]) -> Iterator[Tensor]:
+        """For each level the logits after the frontiers, `(nodes of all frontiers, vocab)`."""
+        yield self._feed_sequences()
+        while True:
+            branches = [tree.branches() for tree in trees]
+            yield self._feed([tree for tree, _ in branches], [frontier for _, frontier in branches])
 
     def _take_in(self, context: DraftContext) -> None:
-        """Learns what has been emitted, and commits what was fed of it; starts anew if the sequences are others."""
+        """Takes in the emitted tokens and commits the fed nodes among them; starts afresh with other sequences."""
         state = self.state
         sequences = tokens_of(context)
         if self._cached_elsewhere is not None:
@@ -229,10 +226,10 @@ class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
                 return logits
 
     def _feed(self, trees: list[DraftTree], nodes: list[list[int]]) -> Tensor:
-        """Runs the drafter on a tree a row, whose roots the cache does not hold.
+        """Runs the drafter on one tree per row, whose roots the cache does not hold.
 
         Returns:
-            `(sum of len(nodes), vocab)`, the logits after these nodes of each row, row after row.
+            `(sum of len(nodes), vocab)`, the logits after these nodes of each row, one row after the other.
         """
         state = self.state
         assert state.rows is not None
@@ -254,19 +251,13 @@ class CausalLMTreeCandidateGenerator(TreeCandidateGenerator):
         state.num_cached = [count + len(path) for count, path in zip(state.num_cached, paths)]
         state.fed = None
 
-    def _grow(self, trees: list[GrowingTree], logits: Tensor, top_k: int) -> None:
-        """Gives each tree the candidates below its frontier, `(nodes of all frontiers, vocab)`."""
-        log_probs, token_ids = top_candidates(logits, top_k)
-        with self.building():
-            grow_level(trees, log_probs, token_ids)
-
     def _known(self, token_ids: Tensor) -> Tensor:
-        """Tokens that the drafter has no embedding for replaced by another, where only the target's table has them."""
+        """The tokens, with token 0 in place of those that only the target's embedding table has."""
         return torch.where(token_ids < self._num_embeddings, token_ids, 0)
 
 
 def tokens_of(context: DraftContext) -> list[Tensor]:
-    """For each row its tokens without padding, `(length,)`, on the CPU."""
+    """Per row its tokens without padding, `(length,)`, on the CPU."""
     if context.attention_mask is not None:
         return [ids[is_token].cpu() for ids, is_token in zip(context.input_ids, context.attention_mask)]
     longest = max(context.root_positions)

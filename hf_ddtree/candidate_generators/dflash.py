@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig
 from ..devices import on_device, searches
-from ..drafters import DFlash2DraftModel, DFlashContextCache, DFlashDraftModel, check_drafter_fits
+from ..drafters.dflash import DFlashContextCache, DFlashDraftModel
+from ..drafters.dflash.checkpoint import check_drafter_fits
+from ..drafters.dflash2 import DFlash2DraftModel
 from ..tree.build import build_tree
 from ..tree.build_on_device import search_trees
 from ..tree.candidates import best_tokens, conditional_candidates, on_host
@@ -70,7 +72,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
                 f"`draft_state` must be a former output's `draft_state`, but is a `{type(state).__name__}`."
             )
         self.drafter = drafter
-        self.config = config or DDTreeConfig()
+        self._set_knobs(config, drafter.config.draft_length, drafter.config.draft_length)
         self.feature_layers = tuple(drafter.config.target_layer_ids)
         self.end_tokens = end_tokens_of(target_model)
         self.state = state or DFlashState()
@@ -80,8 +82,6 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self._drafted: tuple[Tensor, Tensor] | None = None  # the candidates of the last round, (batch, depth, k)
         self._embeddings = target_model.get_input_embeddings()
         self._head = target_model.get_output_embeddings()
-        horizon = drafter.config.draft_length
-        self._draft_length = min(self.config.draft_length or horizon, horizon)
         self._target_token_ids = drafter.target_token_ids
 
     def start(self, cached_ids: Tensor, num_cached: int) -> None:
@@ -105,24 +105,24 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         roots = context.input_ids[:, -1]
         first = self.drafter.config.first_slot
         hidden_states = self._draft(roots[:, None])[:, first : first + self._draft_length]
-        log_probs, token_ids, *next_state = self._candidates(hidden_states, roots, budget)
+        log_probs, token_ids, *states = self._candidates(hidden_states, roots, budget)
         if self._target_token_ids is not None:
             self._target_token_ids = self._target_token_ids.to(token_ids.device)
             token_ids = self._target_token_ids[token_ids]
-        shape = self.config.tree_shape or "best_first"
         if searches(log_probs.device) and self._calibration is None:
             with self.building():
-                return search_trees(log_probs, token_ids, context.roots, budget, shape, None, *next_state)
+                next_state = states[0] if states else None
+                return search_trees(log_probs, token_ids, context.roots, budget, self._shape, next_state=next_state)
         # What is learned from has to be on the host, and then trees are built there.
-        log_probs, token_ids, *next_state = on_host(log_probs, token_ids, *next_state)
+        log_probs, token_ids, *states = on_host(log_probs, token_ids, *states)
         self._drafted = log_probs, token_ids
         trees = []
         with self.building():
             for row, root in enumerate(context.roots):
-                probs, tokens, state = log_probs[row], token_ids[row], next_state[0][row] if next_state else None
+                probs, tokens, state = log_probs[row], token_ids[row], states[0][row] if states else None
                 if self._calibration is not None and not self._calibration.is_neutral:
                     probs, tokens, state = self._calibration.calibrate(probs, tokens)
-                trees.append(build_tree(probs, tokens, root, budget, shape, None, False, state))
+                trees.append(build_tree(probs, tokens, root, budget, self._shape, next_state=state))
         return trees
 
     def _candidates(self, hidden_states: Tensor, roots: Tensor, budget: int) -> tuple[Tensor, ...]:
@@ -132,7 +132,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         most = self.config.tree_top_k
         if not isinstance(self.drafter, DFlash2DraftModel) or not self._is_conditional:
             # A chain of marginals takes the best token at each depth.
-            is_chain = self.config.tree_shape == "chain"
+            is_chain = self._shape == "chain"
             return best_tokens(logits, 1 if is_chain else min(budget, most or budget))
         top_k = self.drafter.config.selector_top_k
         log_probs, token_ids = best_tokens(logits, min(top_k, most or top_k))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.utils import ModelOutput
 from ..attention.mask import to_additive, tree_attention_mask
 from ..attention.tree_pass import TreePass
 from ..configuration import DDTreeConfig
-from ..drafters.mtp import MTPDrafter, wrap_mtp_model
+from ..drafters.mtp.model import MTPDrafter, check_mtp_fits, wrap_mtp_model
 from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
 from ..target.commit import commit
@@ -23,20 +24,20 @@ from ..target.forward import Verification
 from ..target.layers import decoder_layers
 from ..target.preallocation import give_room
 from ..target.weights import embedding_rows, execution_device, head_logits
-from ..tree.candidates import top_candidates
 from ..tree.draft_tree import DraftTree
-from ..tree.growing_tree import GrowingTree, grow_level
+from ..tree.growing_tree import GrowingTree
 from ..tree.tree_batch import TreeBatch
-from .base import TreeCandidateGenerator, end_tokens_of
-from .causal_lm import DEFAULT_DRAFT_LENGTH, tokens_of
+from .base import end_tokens_of
+from .causal_lm import tokens_of
 from .context import DraftContext
 from .known_sequences import KnownSequences
+from .levelwise import DEFAULT_DRAFT_LENGTH, LevelwiseTreeCandidateGenerator
 
-# Most tokens a row that enter a layer at once; each sees the mask of a tree.
+# Most tokens per row that enter a layer at once; each sees the mask of a tree.
 TOKENS_AT_ONCE = 512
 
 
-class _LayerCache(DynamicCache):
+class _OneLayerCache(DynamicCache):
     """The cache of one layer, whatever its number."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +72,7 @@ class MTPState(KnownSequences):
     streams: list[_Stream] = field(default_factory=list)
 
 
-class MTPTreeCandidateGenerator(TreeCandidateGenerator):
+class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
     """Expands a tree level by level with the target's MTP layers: one forward of one layer a level.
 
     For every committed token the layers get true hidden states: the target's for the first one, the layer before's for
@@ -100,25 +101,13 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
         super().__init__()
         if isinstance(drafter, MtpModel):
             drafter = wrap_mtp_model(drafter)
-        own, others = drafter.config, target_model.config.get_text_config()
-        if (own.hidden_size, own.model_type) != (others.hidden_size, others.model_type):
-            raise ValueError(
-                f"The MTP layers do not fit the target: they are of family {own.model_type!r} and hidden size "
-                f"{own.hidden_size}, the target of {others.model_type!r} and {others.hidden_size}. Load them with "
-                '`hf_ddtree.load_drafter("mtp", target_model=model)`.'
-            )
-        if drafter.layers.training:
-            raise ValueError(
-                "`assistant_model`, MTP layers, is in training mode, where dropout would draw random numbers between "
-                "those of sampling. Call `assistant_model.eval()` first."
-            )
+        check_mtp_fits(drafter, target_model)
         if state is not None and not isinstance(state, MTPState):
             raise TypeError(
                 f"`draft_state` must be a former output's `draft_state` with MTP layers as drafter, but is a "
                 f"`{type(state).__name__}`."
             )
         self.drafter = drafter
-        self.config = config or DDTreeConfig()
         self.end_tokens = end_tokens_of(target_model)
         self.feature_layers = (len(decoder_layers(target_model)) - 1,)
         self.state = state or MTPState()
@@ -128,10 +117,8 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
         self._vocab_size = self._embeddings.num_embeddings
         self._device = execution_device(drafter)
         self._num_layers = len(drafter.layers)
-        longest = DEFAULT_DRAFT_LENGTH if self._num_layers == 1 else self._num_layers
-        self._draft_length = self.config.draft_length or longest
-        if self._num_layers > 1:
-            self._draft_length = min(self._draft_length, self._num_layers)
+        longest = None if self._num_layers == 1 else self._num_layers
+        self._set_knobs(config, longest or DEFAULT_DRAFT_LENGTH, longest)
 
     def start(self, cached_ids: Tensor, num_cached: int) -> None:
         super().start(cached_ids, num_cached)
@@ -149,22 +136,23 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
         roots = context.input_ids[:, -1].tolist()
         if not self.state.streams:
             return [DraftTree.root_only(root) for root in roots]
-        trees = [GrowingTree(root, budget, self.config.tree_shape or "spine_first") for root in roots]
+        trees = self._new_trees(roots, budget)
+        return self._grow(trees, self._levels(trees, roots), budget)
+
+    def _levels(self, trees: list[GrowingTree], roots: list[int]) -> Iterator[Tensor]:
+        """For each level the logits after the frontiers, `(nodes of all frontiers, vocab)`."""
         branches = [(DraftTree.root_only(root), [0]) for root in roots]
-        outputs: list[Tensor] = []
-        for level in range(1, self._draft_length + 1):
+        inputs: list[Tensor] = []
+        for level in itertools.count():
             fed = [tree for tree, _ in branches]
-            outputs = self._run_level(level - 1, fed, outputs)
-            frontier = [states[nodes] for states, (_, nodes) in zip(outputs, branches)]
-            self._grow(trees, torch.cat(frontier), min(budget, self.config.tree_top_k or budget))
-            if level == self._draft_length or not any(len(tree.frontier) for tree in trees):
-                break
+            outputs = self._run_level(level, fed, inputs)
+            frontiers = [states[nodes] for states, (_, nodes) in zip(outputs, branches)]
+            yield head_logits(self._head, torch.cat(frontiers))[..., : self._vocab_size]
             branches = [tree.branches() for tree in trees]
-            # What was given for a node's parent is what it gets.
-            outputs = [
+            # A node's input is the output at its parent.
+            inputs = [
                 states[_places_of_parents(tree, before)] for states, before, (tree, _) in zip(outputs, fed, branches)
             ]
-        return [tree.tree() for tree in trees]
 
     @torch.no_grad()
     def _take_in(self, context: DraftContext) -> None:
@@ -189,7 +177,7 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
         nothing = torch.zeros((0, self.drafter.config.hidden_size), device=self._device, dtype=self.drafter.dtype)
         positions = {"position_ids": torch.zeros((batch_size, 1), dtype=torch.long, device=self._device)}
         rows = CommittedRows(0, positions, batch_size, self._device)
-        return _Stream(_LayerCache(), rows, [[] for _ in range(batch_size)], [nothing] * batch_size)
+        return _Stream(_OneLayerCache(), rows, [[] for _ in range(batch_size)], [nothing] * batch_size)
 
     def _run_level(self, level: int, trees: list[DraftTree], inputs: list[Tensor]) -> list[Tensor]:
         """Runs a level's layer on its new committed tokens and on a tree a row.
@@ -296,13 +284,6 @@ class MTPTreeCandidateGenerator(TreeCandidateGenerator):
         if any(isinstance(entry, dict) for entry in parameters.values()):
             return rotary(embeddings, position_ids, self.drafter.config.layer_types[layer])
         return rotary(embeddings, position_ids)
-
-    def _grow(self, trees: list[GrowingTree], hidden_states: Tensor, top_k: int) -> None:
-        """Gives each tree the candidates below its frontier, from the outputs at the nodes of all frontiers."""
-        logits = head_logits(self._head, hidden_states)[..., : self._vocab_size]
-        log_probs, token_ids = top_candidates(logits, top_k)
-        with self.building():
-            grow_level(trees, log_probs, token_ids)
 
 
 def _below(tokens: list[int], tree: DraftTree) -> DraftTree:

@@ -10,9 +10,8 @@ from typing import Any, Literal
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..budget.auto import AutoBudget
-from ..candidate_generators import drafter_kind
 from ..configuration import DDTreeConfig
-from ..drafters import check_checkpoint_fits
+from ..drafter_kinds import check_checkpoint_fits, drafter_kind
 from ..target.requirements import check_target
 from .facts import layer_kinds, notes_on
 from .meta_model import NotBuilt, build_without_weights, config_of
@@ -107,7 +106,8 @@ def _fit(drafter: Any, target: PreTrainedModel) -> tuple[Sequence[int], bool | N
     try:
         if not isinstance(drafter, str | os.PathLike):
             # Weights are not asked for, of the drafter either.
-            return drafter_kind(drafter).make(drafter, target, DDTreeConfig(), None).feature_layers, True, None
+            generator = drafter_kind(drafter).make_generator(drafter, target, DDTreeConfig(), None)
+            return generator.feature_layers, True, None
         config = check_checkpoint_fits(drafter, target)
     except ValueError as error:
         return (), False, str(error)

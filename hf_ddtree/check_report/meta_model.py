@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..drafters import is_drafter_alone
+from ..drafter_kinds import is_drafter_alone
 
 AUTO_CLASSES = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),

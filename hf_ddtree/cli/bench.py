@@ -133,7 +133,7 @@ def _load(
 
     from ..benchmark import load_prompts
     from ..demo import demo_folders, demo_prompts
-    from ..drafters import load_drafter
+    from ..drafter_kinds import load_drafter
 
     is_demo = target == "demo"
     if is_demo:

@@ -59,7 +59,7 @@ def check_repository(role: str, name: str, option: str) -> None:
     """Checks that there is a target or drafter of this name, and that a target is no drafter."""
     from transformers import PreTrainedConfig
 
-    from ..drafters import is_drafter_alone
+    from ..drafter_kinds import is_drafter_alone
 
     if name == "mtp":
         return

@@ -1,9 +1,12 @@
-"""Drafter architectures, the checkpoint formats they come in, and how they are loaded."""
+"""Drafter architectures, a folder per kind, and the checkpoint layouts they come in."""
+
+from importlib import import_module
+from typing import Any
 
 from .dflash import DFlashConfig, DFlashContextCache, DFlashDraftModel
+from .dflash.checkpoint import check_drafter_fits
 from .dflash2 import DFlash2Config, DFlash2DraftModel
-from .loading import check_checkpoint_fits, check_drafter_fits, is_drafter_alone, load_drafter
-from .native import is_native, view_native
+from .native.view import is_native, view_native
 
 __all__ = [
     "DFlash2Config",
@@ -11,10 +14,15 @@ __all__ = [
     "DFlashConfig",
     "DFlashContextCache",
     "DFlashDraftModel",
-    "check_checkpoint_fits",
     "check_drafter_fits",
-    "is_drafter_alone",
     "is_native",
     "load_drafter",
     "view_native",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The registry imports this package, so what is documented here and lives there is looked up when asked for.
+    if name == "load_drafter":
+        return import_module("hf_ddtree.drafter_kinds").load_drafter
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,8 +19,7 @@ def build_tree(
     root_token_id: int,
     budget: int,
     shape: TreeShape = "best_first",
-    draft_length: int | None = None,
-    check: bool = True,
+    *,
     next_state: Tensor | None = None,
 ) -> DraftTree:
     """Builds the token tree of one round from one distribution a depth (DDTree, arXiv:2604.12989, algorithm 1), or
@@ -44,24 +43,18 @@ def build_tree(
 
     Args:
         log_probs: `(depth, k)`, or `(depth, states, k)` with `next_state`. Log-probabilities, descending along `k`;
-            -inf for what must not be drafted.
+            -inf for what must not be drafted. None of the candidates' properties is checked.
         token_ids: Integers like `log_probs`, the tokens they belong to, distinct along `k`.
         root_token_id: Token of the root, the last emitted one.
         budget: Most nodes to draft, the root excluded.
         shape: `"best_first"`, `"spine_first"` or `"chain"`.
-        draft_length: Depth of the deepest node, at most (and by default) `depth`.
-        check: Whether to check the candidates. What `top_candidates` and `conditional_candidates` return needs none.
         next_state: `(states, k)` or `(depth, states, k)` integers below `states`. None if `log_probs` has no states.
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If `budget` or `shape` is not as described.
     """
     require_positive_int("budget", budget)
     require_tree_shape("shape", shape)
-    if draft_length is not None:
-        require_positive_int("draft_length", draft_length, or_none=True)
-    if check:
-        _check_candidates(log_probs, token_ids, next_state)
     costs = -log_probs.detach().to("cpu", torch.float32).numpy()
     tokens = token_ids.detach().to("cpu", torch.int64).numpy()
     depth, row = len(costs), costs.shape[-1]
@@ -70,7 +63,7 @@ def build_tree(
         if next_state is None
         else np.broadcast_to(next_state.detach().to("cpu", torch.int64).numpy(), costs.shape)
     )
-    depth = min(depth, budget, draft_length or depth)
+    depth = min(depth, budget)
     width = 1 if shape == "chain" else min(row, budget)
     spine = 0 if shape == "spine_first" else None
 
@@ -191,50 +184,3 @@ def _pairs_of(parent_ranks: np.ndarray, budget: int, width: int) -> tuple[np.nda
     ends = counts.cumsum()
     parents = np.arange(len(counts)).repeat(counts)
     return parents, np.arange(len(parents)) - (ends - counts).take(parents)
-
-
-def _check_candidates(log_probs: Tensor, token_ids: Tensor, next_state: Tensor | None) -> None:
-    """Raises `ValueError` unless all are of the same shape, sorted, distinct, and lead to states that exist."""
-    expected = "(depth, k)" if next_state is None else "(depth, states, k)"
-    if log_probs.ndim != (2 if next_state is None else 3) or 0 in log_probs.shape:
-        raise ValueError(
-            f"`log_probs` has shape {tuple(log_probs.shape)}, but must have shape {expected}, none of them 0, as "
-            f"`next_state` is {'not ' if next_state is None else ''}given."
-        )
-    if token_ids.shape != log_probs.shape:
-        raise ValueError(
-            f"`token_ids` has shape {tuple(token_ids.shape)}, but must have that of `log_probs`, "
-            f"{tuple(log_probs.shape)}."
-        )
-    if next_state is not None:
-        _check_next_state(next_state, log_probs.shape)
-    candidates = log_probs.detach().to("cpu", torch.float32).numpy()
-    tokens = token_ids.detach().to("cpu", torch.int64).numpy()
-    highest = candidates.max()
-    if np.isnan(highest):
-        raise ValueError("`log_probs` holds NaN. Look for infinities in the logits they were made from.")
-    if highest > 0:
-        raise ValueError(
-            f"`log_probs` holds {highest}, but logarithms of probabilities are at most 0. Normalise them first, as "
-            "`top_candidates` does."
-        )
-    if (candidates[..., 1:] > candidates[..., :-1]).any():
-        raise ValueError("`log_probs` must descend along `k`. Sort the candidates of each depth, best first.")
-    in_order = np.sort(tokens, axis=-1)
-    if (in_order[..., 1:] == in_order[..., :-1]).any():
-        raise ValueError("`token_ids` holds a token twice at one depth. Keep the more probable of the two.")
-
-
-def _check_next_state(next_state: Tensor, shape: torch.Size) -> None:
-    if next_state.shape not in (shape, shape[1:]):
-        raise ValueError(
-            f"`next_state` has shape {tuple(next_state.shape)}, but must have that of `log_probs`, {tuple(shape)}, or "
-            f"the same for all depths, {tuple(shape[1:])}."
-        )
-    if next_state.is_floating_point() or next_state.is_complex() or next_state.dtype == torch.bool:
-        raise ValueError(f"`next_state` has dtype {next_state.dtype}, but must hold integers.")
-    lowest, highest = int(next_state.min()), int(next_state.max())
-    if lowest < 0 or highest >= shape[1]:
-        raise ValueError(
-            f"`next_state` holds {lowest if lowest < 0 else highest}, but `log_probs` has states 0 to {shape[1] - 1}."
-        )

@@ -30,7 +30,7 @@ def search_trees(
     roots: Sequence[int],
     budget: int,
     shape: TreeShape = "best_first",
-    draft_length: int | None = None,
+    *,
     next_state: Tensor | None = None,
 ) -> list[DraftTree]:
     """The trees that `build_tree` builds of each row, with one transfer to the host.
@@ -41,18 +41,15 @@ def search_trees(
         roots: For each row the token of its root.
         budget: Most nodes to draft, the root excluded.
         shape: `"best_first"`, `"spine_first"` or `"chain"`.
-        draft_length: Depth of the deepest node, at most (and by default) `depth`.
         next_state: Integers of the same shape, or one that can be expanded to it; None if `log_probs` has no states.
 
     Raises:
-        ValueError: If `budget`, `shape` or `draft_length` is not as described. The candidates are not checked.
+        ValueError: If `budget` or `shape` is not as described. The candidates are not checked.
     """
     require_positive_int("budget", budget)
     require_tree_shape("shape", shape)
-    if draft_length is not None:
-        require_positive_int("draft_length", draft_length, or_none=True)
     batch_size, depth, width = len(log_probs), log_probs.shape[1], log_probs.shape[-1]
-    depth = min(depth, budget, draft_length or depth)
+    depth = min(depth, budget)
     width = 1 if shape == "chain" else min(width, budget)
     costs = -log_probs[:, :depth].float()
     if next_state is None:

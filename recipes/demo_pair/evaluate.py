@@ -111,7 +111,7 @@ def replay(
                 probs, of_root, state = log_probs[at], token_ids[at], next_state[0][at] if next_state else None
                 if calibration is not None:
                     probs, of_root, state = calibration.calibrate(probs, of_root)
-                tree = build_tree(probs, of_root, 0, budget, shape, check=False, next_state=state)
+                tree = build_tree(probs, of_root, 0, budget, shape, next_state=state)
                 node, depth = 0, 0
                 while depth < horizon and (child := tree.child_with_token(node, int(truth[at, depth]))) is not None:
                     node, depth = child, depth + 1

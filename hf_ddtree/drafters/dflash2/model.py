@@ -10,56 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
 from transformers import initialization as init
 
-from .dflash import DFlashConfig, DFlashDraftModel, DFlashLayer
-
-
-@strict
-class DFlash2Config(DFlashConfig):
-    """A `DFlashConfig`, and what the second version adds to it.
-
-    Args:
-        conv_kernel_size: Slots that a convolution reads: a slot itself and those right before it.
-        conv_group_size: Neighbouring channels that share the part of the kernel that depends on the input.
-        selector_rank: Length of the vectors that the selector compares.
-        selector_top_k: Candidates a slot that the selector scores.
-
-    Raises:
-        ValueError: If a value is missing or out of range.
-    """
-
-    model_type = "hf_ddtree_dflash2"
-
-    conv_kernel_size: int = 3
-    conv_group_size: int = 16
-    selector_rank: int = 128
-    selector_top_k: int = 16
-
-    def _check_values(self) -> None:
-        super()._check_values()
-        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least 1.")
-        if self.hidden_size % self.conv_group_size:
-            raise ValueError(
-                f"`conv_group_size` is {self.conv_group_size}, but must divide `hidden_size` ({self.hidden_size})."
-            )
-        if self.selector_top_k > self.vocab_size:
-            raise ValueError(
-                f"`selector_top_k` is {self.selector_top_k}, but must be at most `vocab_size` ({self.vocab_size})."
-            )
+from ..dflash.model import DFlashDraftModel, DFlashLayer
+from .config import DFlash2Config
 
 
 class GroupedDynamicConvolution(nn.Module):
     """Two causal depthwise convolutions along a block, one before and one after what they surround.
 
-    A kernel is a learnt part, one weight a channel and tap, plus a part computed from the first convolution's input,
-    one weight a group of channels, tap and slot. Tap `j` reads the slot `j` before.
+    A kernel is the sum of a learnt part, with one weight per channel and tap, and of a part computed from the first
+    convolution's input, with one weight per group of channels, tap and slot. Tap `j` reads the slot `j` before.
     """
 
     def __init__(self, config: DFlash2Config) -> None:

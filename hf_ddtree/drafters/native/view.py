@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .dflash import DFlashConfig, DFlashDraftModel
+from ..dflash.config import DFlashConfig
+from ..dflash.model import DFlashDraftModel
 
 NATIVE_MODEL_TYPES = ("muse_glimmer_assistant",)
 
@@ -20,9 +21,9 @@ def is_native(assistant_model: Any) -> bool:
 def view_native(assistant_model: PreTrainedModel, target_model: PreTrainedModel) -> DFlashDraftModel:
     """A drafter made of the modules of a native one, and so with its weights, which are not copied.
 
-    Its layers are those of DFlash under other names. The native forward takes but one row, and its cache no padding.
-    A drafter that reads the target's last layer gets what that layer gives. In Transformers' own loop it gets what the
-    target's final norm makes of it.
+    Its layers are those of DFlash under other names. The native forward takes a single row, and its cache no padding.
+    A drafter that reads the target's last layer gets that layer's output. In Transformers' own loop it gets the output
+    of the target's final norm.
     """
     with torch.device("meta"):
         view = DFlashDraftModel(read_native_config(assistant_model.config, target_model.config.get_text_config()))
@@ -39,10 +40,10 @@ def view_native(assistant_model: PreTrainedModel, target_model: PreTrainedModel)
 
 
 def read_native_config(config: PreTrainedConfig, target_config: PreTrainedConfig) -> DFlashConfig:
-    """What `DFlashConfig` a native drafter for a target has.
+    """The `DFlashConfig` of a native drafter for a target.
 
-    A native window counts the tokens that lie in reach on one side, a `DFlashConfig`'s the slot itself as well.
-    Logits take the factor and the bound that the target's own take, which change no rank but every probability.
+    A native window counts the tokens within reach on one side, a `DFlashConfig`'s the slot itself as well. Logits are
+    scaled and bounded as the target's own are, which changes every probability, but no rank.
     """
     return DFlashConfig(
         vocab_size=target_config.vocab_size,

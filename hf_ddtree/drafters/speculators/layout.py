@@ -1,17 +1,15 @@
-"""Drafters in the format of the speculators library (facts from its version 0.9.0)."""
+"""Drafters in the layout of the speculators library (facts from its version 0.9.0)."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from .dflash import DFlashConfig
+from ..checkpoint import Checkpoint
 
-# Why the other types of the library are not supported.
-OTHER_TYPES = {
+# The types of the library that are not supported, and why.
+UNSUPPORTED_TYPES = {
     "dflash2": "its layers and its selector are laid out in another way than in the DFlash 2 checkpoints of z-lab",
     "dspark": "its Markov head decides on tokens that its DFlash layers alone would get wrong",
     "eagle3": "it drafts one token a forward from its own states, and no forward here takes a tree of them",
@@ -35,29 +33,33 @@ _LAYER_SETTINGS = (
 )
 
 
-def is_speculators(raw_config: dict[str, Any]) -> bool:
-    """Whether the contents of a `config.json` are in the format of the speculators library."""
-    return "speculators_model_type" in raw_config
+def refuse_other_types(checkpoint: Checkpoint) -> None:
+    """Refuses by name a type of the speculators library that is not supported.
+
+    Raises:
+        ValueError: If the checkpoint was written by the library.
+    """
+    kind = checkpoint.speculators_type
+    if kind is not None:
+        reason = UNSUPPORTED_TYPES.get(kind, "its type is not known")
+        raise ValueError(
+            f"The checkpoint {checkpoint.name!r} is in the speculators format with `speculators_model_type` {kind!r}, "
+            f"which is not supported: {reason}. Use one of type 'dflash' or a DFlash checkpoint of z-lab for the same "
+            "target, or a small causal language model with the target's tokenizer as `assistant_model`."
+        )
 
 
-def read_speculators_config(raw_config: dict[str, Any], path_or_repo_id: str | os.PathLike[str]) -> DFlashConfig:
-    """Turns the contents of a speculators `config.json` into a `DFlashConfig`.
+def read_speculators_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The settings of a `DFlashConfig` in the `config.json` of the speculators library.
 
     Layer `i` of `aux_hidden_state_layer_ids` is what enters the target's decoder layer `i`, that is the output of
     layer `i - 1`. All slots of a block see the same context under a sliding window, and a layer with a window is
     causal within the block unless `sliding_window_non_causal` says otherwise.
 
     Raises:
-        ValueError: If the checkpoint is of another type than `"dflash"`, or a setting is missing or out of range.
+        ValueError: If a setting is missing.
     """
-    name, kind = str(path_or_repo_id), raw_config["speculators_model_type"]
-    if kind != "dflash":
-        reason = OTHER_TYPES.get(kind, "its type is not known")
-        raise ValueError(
-            f"The checkpoint {name!r} is in the speculators format with `speculators_model_type` {kind!r}, which is "
-            f"not supported: {reason}. Use one of type 'dflash' or a DFlash checkpoint of z-lab for the same target, "
-            "or a small causal language model with the target's tokenizer as `assistant_model`."
-        )
+    raw_config, name = checkpoint.raw_config, checkpoint.name
     layers = raw_config.get("transformer_layer_config") or {}
     model_type = layers.get("model_type", "qwen3")
     if model_type not in CONFIG_MAPPING:
@@ -83,20 +85,19 @@ def read_speculators_config(raw_config: dict[str, Any], path_or_repo_id: str | o
     non_causal = raw_config.get("sliding_window_non_causal", False)
 
     draft_vocab_size = raw_config.get("draft_vocab_size", 32000)
-    return DFlashConfig(
-        **settings,
-        head_dim=head_dim,
-        layer_types=layer_types,
-        sliding_window=window,
-        use_sliding_window=window is not None,
-        window_from_root=True,
-        is_causal=False if non_causal else None,
-        block_size=raw_config.get("block_size", 8),
-        target_layer_ids=_target_layer_ids(raw_config.get("aux_hidden_state_layer_ids"), name),
-        mask_token_id=raw_config.get("mask_token_id"),
-        sample_from_anchor=raw_config.get("sample_from_anchor", False),
-        draft_vocab_size=None if draft_vocab_size == parsed.vocab_size else draft_vocab_size,
-    )
+    return settings | {
+        "head_dim": head_dim,
+        "layer_types": layer_types,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "window_from_root": True,
+        "is_causal": False if non_causal else None,
+        "block_size": raw_config.get("block_size", 8),
+        "target_layer_ids": _target_layer_ids(raw_config.get("aux_hidden_state_layer_ids"), name),
+        "mask_token_id": raw_config.get("mask_token_id"),
+        "sample_from_anchor": raw_config.get("sample_from_anchor", False),
+        "draft_vocab_size": None if draft_vocab_size == parsed.vocab_size else draft_vocab_size,
+    }
 
 
 def _target_layer_ids(aux_layer_ids: list[int] | None, name: str) -> list[int]:
@@ -111,18 +112,3 @@ def _target_layer_ids(aux_layer_ids: list[int] | None, name: str) -> list[int]:
             "decoder layers can be read, whose ids count from 1 here; 0 is the embeddings' output."
         )
     return [layer - 1 for layer in aux_layer_ids]
-
-
-def check_vocabulary(target_token_ids: Tensor, config: DFlashConfig, path_or_repo_id: str | os.PathLike[str]) -> None:
-    """Checks that a reduced vocabulary names tokens of the target's, each once.
-
-    Raises:
-        ValueError: If it does not.
-    """
-    lowest, highest = int(target_token_ids.min()), int(target_token_ids.max())
-    if lowest < 0 or highest >= config.vocab_size or len(target_token_ids.unique()) < len(target_token_ids):
-        raise ValueError(
-            f"The checkpoint {str(path_or_repo_id)!r} has a map `d2t` from its {config.draft_vocab_size} tokens to "
-            f"tokens {lowest} to {highest} of the target, but they must be distinct and between 0 and "
-            f"{config.vocab_size - 1}. Download it again."
-        )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..target.requirements import check_target
-from ..target.weights import execution_device
+from ...target.requirements import check_target
+from ..checkpoint import Checkpoint
 
-# Tables of embeddings are padded to round sizes, each model's to its own, and have rows for added tokens. This
-# explains so many rows, and so much of the larger table; a tokenizer of its own differs by more.
+# Each model pads its embedding table to a round size and adds rows for its own tokens. Tables of one tokenizer differ
+# by at most so many rows, and by at most this fraction of the larger table; those of two tokenizers by more.
 MOST_VOCAB_PADDING, MOST_OF_VOCAB = 1024, 1 / 16
 
 
@@ -44,42 +41,27 @@ def check_causal_lm_fits(drafter: PreTrainedModel, target_model: PreTrainedModel
         )
 
 
-def is_causal_lm(raw_config: dict[str, Any]) -> bool:
-    """Whether the contents of a `config.json` are those of a causal language model that Transformers knows."""
+def is_causal_lm(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint holds a causal language model that Transformers knows."""
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return raw_config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and any(
+    return checkpoint.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and any(
         architecture in known or architecture.endswith("ForConditionalGeneration")
-        for architecture in raw_config.get("architectures") or ()
+        for architecture in checkpoint.architectures
     )
 
 
 def load_causal_lm(
-    path_or_repo_id: str | os.PathLike[str],
-    raw_config: dict[str, Any],
-    target_model: PreTrainedModel | None,
-    options: dict[str, Any],
+    checkpoint: Checkpoint, config: PreTrainedConfig, target_model: PreTrainedModel | None
 ) -> PreTrainedModel:
-    """Loads a causal language model with `AutoModelForCausalLM`; by default in the target's dtype, and next to it."""
-    if target_model is None:
-        return AutoModelForCausalLM.from_pretrained(path_or_repo_id, **options)
-    check_causal_lm(path_or_repo_id, raw_config, target_model)
-    options.setdefault("dtype", target_model.dtype)
-    drafter = AutoModelForCausalLM.from_pretrained(path_or_repo_id, **options)
-    if "device_map" not in options:
-        drafter.to(execution_device(target_model))
-    check_causal_lm_fits(drafter.eval(), target_model)
-    return drafter
+    """Loads a causal language model with `AutoModelForCausalLM`."""
+    return checkpoint.load(AutoModelForCausalLM, target_model)
 
 
-def check_causal_lm(
-    path_or_repo_id: str | os.PathLike[str], raw_config: dict[str, Any], target_model: PreTrainedModel
-) -> PreTrainedConfig:
-    """Checks that a causal language model fits a target, from its configuration alone, and returns that."""
-    config = CONFIG_MAPPING[raw_config["model_type"]].from_dict(raw_config)
-    _check_vocab_size(config, target_model.config, f"checkpoint {str(path_or_repo_id)!r}")
+def check_config_fits(config: PreTrainedConfig, target_model: PreTrainedModel) -> None:
+    """Checks that a causal language model with this configuration fits a target, as `check_causal_lm_fits` does."""
+    _check_vocab_size(config, target_model.config, f"checkpoint {config.name_or_path!r}")
     with torch.device("meta"):
         check_causal_lm_fits(AutoModelForCausalLM.from_config(config).eval(), target_model)
-    return config
 
 
 def _check_vocab_size(config: PreTrainedConfig, target_config: PreTrainedConfig, name: str) -> None:

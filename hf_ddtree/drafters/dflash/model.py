@@ -1,9 +1,9 @@
 """The DFlash drafter (arXiv:2602.06036): a small block-diffusion model that drafts a whole block in one forward.
 
-What the target's layers gave for the tokens it has seen (the context) enters every layer as keys and values in front
-of the block's own. The block is `[root, mask, mask, ...]`, and slot `i` predicts the token at offset `i` of the root.
-Embeddings are the target's, and so is the output head, unless the drafter's vocabulary is but a part of the target's.
-Weights are named as in the checkpoints that z-lab publishes and that the speculators library writes.
+The outputs of some of the target's layers for the tokens it has seen (the context) enter every layer as keys and
+values in front of the block's own. The block is `[root, mask, mask, ...]`, and slot `i` predicts the token at offset
+`i` of the root. Embeddings are the target's, and so is the output head, unless the drafter's vocabulary is a part of
+the target's. Weights are named as in the checkpoints that z-lab publishes and that the speculators library writes.
 """
 
 from __future__ import annotations
@@ -12,214 +12,15 @@ import sys
 from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from ..target.weights import embedding_rows, execution_device, head_logits
-from .calibration import Calibration
-
-
-@strict
-class DFlashConfig(Qwen3Config):
-    """A Qwen3 config, for the drafter's own layers, and what DFlash adds to it.
-
-    Args:
-        block_size: Slots of a block, the root's included. The drafter predicts `draft_length` tokens.
-        target_layer_ids: Decoder layers of the target, from 0, whose outputs are the context features, in order.
-            `evenly_spaced_layers` by default.
-        mask_token_id: The token of the target's vocabulary whose embedding stands for a slot to predict.
-        num_target_layers: Decoder layers of the target.
-        is_causal: Whether a slot sees only earlier slots. None: in layers with a sliding window only.
-        window_from_root: Whether every slot sees all of the block, as far as `is_causal` lets it, and the
-            `sliding_window` last tokens of the context. Otherwise a window reaches back from each slot.
-        sample_from_anchor: Whether slot `i` predicts the token at offset `i + 1`, so that the root's slot predicts one
-            as well, and not the token at offset `i`.
-        draft_vocab_size: Tokens that the drafter can predict, if it has an output head of its own for a part of the
-            target's vocabulary. None if it has the target's.
-        input_embedding_scale: Factor on the target's embedding weights.
-        output_multiplier: Factor on the logits.
-        final_logit_softcapping: Bound `c` of `c * tanh(logits / c)`, applied after the factor; None or 0 for no bound.
-
-    Raises:
-        ValueError: If a value is missing or out of range.
-    """
-
-    model_type = "hf_ddtree_dflash"
-
-    block_size: int = 16
-    target_layer_ids: list[int] | None = None
-    mask_token_id: int | None = None
-    num_target_layers: int | None = None
-    is_causal: bool | None = None
-    window_from_root: bool = False
-    sample_from_anchor: bool = False
-    draft_vocab_size: int | None = None
-    input_embedding_scale: int | float = 1.0
-    output_multiplier: int | float = 1.0
-    final_logit_softcapping: int | float | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.target_layer_ids is None and self.num_target_layers is not None:
-            self.target_layer_ids = evenly_spaced_layers(self.num_target_layers, self.num_hidden_layers)
-        super().__post_init__(**kwargs)
-        self._check_values()
-
-    @property
-    def first_slot(self) -> int:
-        """The slot that predicts the token at offset 1."""
-        return 0 if self.sample_from_anchor else 1
-
-    @property
-    def draft_length(self) -> int:
-        """Tokens that a block predicts."""
-        return self.block_size - self.first_slot
-
-    def _check_values(self) -> None:
-        if self.block_size < 2:
-            raise ValueError(f"`block_size` is {self.block_size}. It counts the root, so it must be at least 2.")
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"`mask_token_id` is {self.mask_token_id}, but must be between 0 and `vocab_size - 1` "
-                f"({self.vocab_size - 1})."
-            )
-        depth = self.num_target_layers
-        for layer in self.target_layer_ids or []:
-            if layer < 0 or (depth is not None and layer >= depth):
-                allowed = "at least 0" if depth is None else f"between 0 and `num_target_layers - 1` ({depth - 1})"
-                raise ValueError(f"`target_layer_ids` holds {layer}, but every id must be {allowed}.")
-        unknown = set(self.layer_types or []) - {"full_attention", "sliding_attention"}
-        if unknown:
-            raise ValueError(
-                f"`layer_types` holds {sorted(unknown)}. A DFlash layer is 'full_attention' or 'sliding_attention'."
-            )
-
-
-def evenly_spaced_layers(num_target_layers: int, num_layers: int) -> list[int]:
-    """The target layers that a drafter of `num_layers` reads if its checkpoint names none: from the second layer to
-    the third last, evenly spaced; the middle one for a single layer."""
-    if num_layers == 1:
-        return [num_target_layers // 2]
-    step = (num_target_layers - 4) / (num_layers - 1)
-    return [min(max(round(1 + i * step), 0), num_target_layers - 1) for i in range(num_layers)]
-
-
-class _LayerCache:
-    """Keys and values of one layer: a buffer with room to grow, written in place.
-
-    The block's keys and values of a forward lie behind the context's, and the next forward overwrites them.
-    """
-
-    def __init__(self) -> None:
-        self.length = 0
-        self._buffer: Tensor | None = None  # (2, batch, heads, capacity, head_dim): keys, then values
-
-    def append(self, new: Tensor, num_context: int, keep: int | None) -> Tensor:
-        """Writes `new`, of which the first `num_context` positions stay, and returns all there is to attend to.
-
-        Args:
-            new: `(2, batch, heads, num_context + block, head_dim)`.
-            num_context: Positions of `new` that belong to the context.
-            keep: How much of the old context is still needed. None for all.
-
-        Returns:
-            `(2, batch, heads, length + block, head_dim)`, a view.
-        """
-        num_new = new.shape[3]
-        if self._buffer is None or self.length + num_new > self._buffer.shape[3]:
-            self._make_room(new, keep)
-        buffer, end = self._writable(), self.length + num_new
-        buffer[:, :, :, self.length : end] = new
-        self.length += num_context
-        return buffer[:, :, :, :end]
-
-    def select(self, index: Tensor) -> None:
-        """Keeps the positions `index (batch, length)` of each row, in this order."""
-        if self._buffer is not None:
-            buffer, self.length = self._writable(), index.shape[1]
-            expanded = index[None, :, None, :, None].expand(2, -1, buffer.shape[2], -1, buffer.shape[4])
-            buffer[:, :, :, : self.length] = buffer.gather(3, expanded)
-
-    def _writable(self) -> Tensor:
-        """The buffer, copied if it was made in inference mode and may not be written to any more."""
-        assert self._buffer is not None
-        if self._buffer.is_inference() and not torch.is_inference_mode_enabled():
-            self._buffer = self._buffer.clone()
-        return self._buffer
-
-    def _make_room(self, new: Tensor, keep: int | None) -> None:
-        """A buffer twice as large as what is needed now, so that copying it costs little per token."""
-        kept = self.length if keep is None else min(self.length, keep)
-        buffer = new.new_empty((*new.shape[:3], max(2 * (kept + new.shape[3]), 64), new.shape[4]))
-        if self._buffer is not None:
-            buffer[:, :, :, :kept] = self._buffer[:, :, :, self.length - kept : self.length]
-        self._buffer, self.length = buffer, kept
-
-
-class DFlashContextCache:
-    """Keys and values of the context, for every layer of a DFlash drafter; never the block's.
-
-    Buffers grow by doubling. A layer with a sliding window forgets what no later block can see, unless rows are
-    padded.
-    """
-
-    def __init__(self) -> None:
-        self._layers: list[_LayerCache] = []
-        self._length = 0
-
-    def get_seq_length(self) -> int:
-        """Context tokens so far, forgotten ones included."""
-        return self._length
-
-    def crop(self, length: int) -> None:
-        """Takes back the last context tokens, so that `length` are left.
-
-        Raises:
-            ValueError: If there are fewer, or if a sliding layer no longer has what it would need.
-        """
-        if not 0 <= length <= self._length:
-            raise ValueError(
-                f"`length` is {length}, but must be between 0 and {self._length}, the tokens in the cache."
-            )
-        removed = self._length - length
-        if removed and any(layer.length < self._length for layer in self._layers):
-            raise ValueError(
-                f"`length` is {length}, but a layer with a sliding window has forgotten tokens that it would need "
-                f"again. Start a new `DFlashContextCache` and pass the features of all {length} tokens."
-            )
-        for layer in self._layers:
-            layer.length -= removed
-        self._length = length
-
-    def drop_padding(self, context_mask: Tensor, length: int) -> Tensor:
-        """Moves each row's tokens to the front and cuts off what is padding in all rows.
-
-        Args:
-            context_mask: `(batch, length)` bool, False where a row's context is padding. Calls with a mask forget
-                nothing, so layers with a sliding window are as long as the others.
-            length: Tokens of the longest row.
-
-        Returns:
-            `(batch, length)` bool, the mask that belongs to the context now.
-        """
-        order = context_mask.int().argsort(dim=1, descending=True, stable=True)[:, :length]
-        for layer in self._layers:
-            layer.select(order)
-        self._length = length
-        return context_mask.gather(1, order)
-
-    def _forget(self, num_tokens: int) -> None:
-        """Counts context tokens that no block can see, and that no layer gets."""
-        self._length += num_tokens
-
-    def _append(self, layer_idx: int, new: Tensor, num_context: int, keep: int | None) -> Tensor:
-        while len(self._layers) <= layer_idx:
-            self._layers.append(_LayerCache())
-        if layer_idx == 0:
-            self._length += num_context
-        return self._layers[layer_idx].append(new, num_context, keep)
+from ...target.weights import embedding_rows, execution_device, head_logits
+from ..calibration import Calibration
+from .config import DFlashConfig
+from .context_cache import DFlashContextCache
 
 
 def _block_mask(
@@ -344,7 +145,8 @@ class DFlashDraftModel(PreTrainedModel):
     """The DFlash drafter. It uses the target's embeddings, and its output head unless `draft_vocab_size` is set.
 
     Attributes:
-        calibration: What is known of its errors. Assign `Calibration.load(path)` to go on from what was saved.
+        calibration: The measured corrections of its probabilities. Assign `Calibration.load(path)` to continue from a
+            saved table.
 
     Raises:
         ValueError: If the config does not say which target layers to read.
@@ -455,7 +257,7 @@ class DFlashDraftModel(PreTrainedModel):
         if unseen > 0 and len(inputs_embeds) == 1 and context_features is not None:
             context_features, position_ids = context_features[:, unseen:], position_ids[:, unseen:]
             if cache is not None:
-                cache._forget(unseen)
+                cache._skip(unseen)
         context = None if num_context == 0 else self.hidden_norm(self.fc(context_features))
         cos, sin = self.rotary_emb(inputs_embeds, position_ids)
         rotary = cos[:, None], sin[:, None]

@@ -1,0 +1,43 @@
+"""Trees that grow level by level, for drafters whose distributions depend on the branch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..tree.candidates import top_candidates
+from ..tree.draft_tree import DraftTree
+from ..tree.growing_tree import GrowingTree, grow_level
+from ..tree.shape import TreeShape
+from .base import TreeCandidateGenerator
+
+# Levels of a tree if `draft_length` does not say how many and each costs a forward of the drafter.
+DEFAULT_DRAFT_LENGTH = 5
+
+
+class LevelwiseTreeCandidateGenerator(TreeCandidateGenerator):
+    """Expands trees one level at a time, with a distribution for each node of the frontier."""
+
+    default_shape: ClassVar[TreeShape] = "spine_first"
+
+    def _new_trees(self, roots: list[int], budget: int) -> list[GrowingTree]:
+        return [GrowingTree(root, budget, self._shape) for root in roots]
+
+    def _grow(self, trees: list[GrowingTree], levels: Iterator[Tensor], budget: int) -> list[DraftTree]:
+        """Grows one tree per row.
+
+        Args:
+            trees: The trees, which hold their roots alone.
+            levels: Yields for each level the logits after the nodes of all frontiers in turn, `(nodes, vocab)`.
+            budget: Most nodes of a tree.
+        """
+        width = min(budget, self.config.tree_top_k or budget)
+        for level, logits in enumerate(levels, start=1):
+            log_probs, token_ids = top_candidates(logits, width)
+            with self.building():
+                grow_level(trees, log_probs, token_ids)
+            if level == self._draft_length or not any(len(tree.frontier) for tree in trees):
+                break
+        return [tree.tree() for tree in trees]

@@ -1,0 +1,233 @@
+"""The registry of drafters: one entry per kind, from recognising a checkpoint to the generator that drafts with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from .candidate_generators.base import TreeCandidateGenerator
+from .candidate_generators.causal_lm import CausalLMTreeCandidateGenerator
+from .candidate_generators.dflash import DFlashTreeCandidateGenerator
+from .candidate_generators.mtp import MTPTreeCandidateGenerator
+from .configuration import DDTreeConfig
+from .drafters.causal_lm.checkpoint import check_config_fits, is_causal_lm, load_causal_lm
+from .drafters.checkpoint import Checkpoint
+from .drafters.dflash import DFlashDraftModel
+from .drafters.dflash.checkpoint import check_dflash_fits, is_dflash, load_dflash, read_dflash_config
+from .drafters.dflash2 import DFlash2DraftModel
+from .drafters.dflash2.checkpoint import is_dflash2, read_dflash2_config
+from .drafters.mtp.checkpoint import is_mtp, load_mtp
+from .drafters.mtp.model import MTPDrafter
+from .drafters.native.checkpoint import check_native_fits, is_native_checkpoint, load_native
+from .drafters.native.view import is_native, view_native
+from .drafters.speculators.layout import refuse_other_types
+from .target.weights import execution_device
+from .validation import describe_type
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A kind of drafter.
+
+    Attributes:
+        name: What it is called.
+        recognises: Whether a checkpoint holds such a drafter, for the target that it is loaded for. The target is None
+            if there is none, or if nothing but the checkpoint's config may be read.
+        read_config: The drafter's configuration, from its checkpoint's; None if only the weights can tell.
+        check_fits: Raises `ValueError` if a drafter with this configuration does not fit a target, whose weights may
+            be on the meta device.
+        load: Loads the drafter from its checkpoint and configuration for a target, or for None.
+        matches: Whether an `assistant_model` is a drafter of this kind.
+        make_generator: Makes the candidate generator from the drafter, the target, the knobs and a former call's
+            `draft_state`. Raises `ValueError` if the drafter does not fit.
+        is_never_a_target: Whether such a checkpoint can be nothing else than a drafter.
+    """
+
+    name: str
+    recognises: Callable[[Checkpoint, PreTrainedModel | None], bool]
+    read_config: Callable[[Checkpoint], PreTrainedConfig | None]
+    check_fits: Callable[[Any, PreTrainedModel], None]
+    load: Callable[[Checkpoint, Any, PreTrainedModel | None], PreTrainedModel]
+    matches: Callable[[Any], bool]
+    make_generator: Callable[[Any, PreTrainedModel, DDTreeConfig, Any], TreeCandidateGenerator]
+    is_never_a_target: bool = True
+
+
+def _make_native_generator(
+    drafter: PreTrainedModel, target_model: PreTrainedModel, config: DDTreeConfig, state: Any
+) -> DFlashTreeCandidateGenerator:
+    return DFlashTreeCandidateGenerator(view_native(drafter, target_model), target_model, config, state)
+
+
+# The first that recognises or matches is taken.
+DRAFTER_KINDS = (
+    DrafterKind(
+        name="multi-token-prediction layers",
+        recognises=is_mtp,
+        read_config=lambda checkpoint: None,
+        check_fits=lambda config, target_model: None,
+        load=load_mtp,
+        matches=lambda drafter: isinstance(drafter, MTPDrafter | MtpModel),
+        make_generator=MTPTreeCandidateGenerator,
+        is_never_a_target=False,
+    ),
+    DrafterKind(
+        name="DFlash of Transformers",
+        recognises=lambda checkpoint, _: is_native_checkpoint(checkpoint),
+        read_config=Checkpoint.read_config,
+        check_fits=check_native_fits,
+        load=load_native,
+        matches=is_native,
+        make_generator=_make_native_generator,
+    ),
+    DrafterKind(
+        name="DFlash 2",
+        recognises=lambda checkpoint, _: is_dflash2(checkpoint),
+        read_config=read_dflash2_config,
+        check_fits=check_dflash_fits,
+        load=partial(load_dflash, DFlash2DraftModel),
+        matches=lambda drafter: isinstance(drafter, DFlash2DraftModel),
+        make_generator=DFlashTreeCandidateGenerator,
+    ),
+    DrafterKind(
+        name="DFlash",
+        recognises=lambda checkpoint, _: is_dflash(checkpoint),
+        read_config=read_dflash_config,
+        check_fits=check_dflash_fits,
+        load=partial(load_dflash, DFlashDraftModel),
+        matches=lambda drafter: isinstance(drafter, DFlashDraftModel),
+        make_generator=DFlashTreeCandidateGenerator,
+    ),
+    DrafterKind(
+        name="causal language model",
+        recognises=lambda checkpoint, _: is_causal_lm(checkpoint),
+        read_config=Checkpoint.read_config,
+        check_fits=check_config_fits,
+        load=load_causal_lm,
+        matches=lambda drafter: isinstance(drafter, PreTrainedModel),
+        make_generator=CausalLMTreeCandidateGenerator,
+        is_never_a_target=False,
+    ),
+)
+
+
+def load_drafter(
+    path_or_repo_id: str | os.PathLike[str], target_model: PreTrainedModel | None = None, **from_pretrained_kwargs: Any
+) -> PreTrainedModel:
+    """Loads a drafter from a local folder or the Hugging Face Hub, and checks that it fits its target.
+
+    No code from the checkpoint is run: `trust_remote_code` is neither needed nor passed on.
+
+    Args:
+        path_or_repo_id: A folder, or a repository of the Hub such as `"z-lab/Qwen3.5-4B-DFlash"`. `"mtp"` stands for
+            the multi-token-prediction layers in the target's own checkpoint, and so does the name of a checkpoint of
+            the target that holds them.
+        target_model: The model that the drafter will draft for. Its dtype, and the device of its output head, are the
+            defaults for the drafter's.
+        from_pretrained_kwargs: Passed on to `from_pretrained`, e.g. `dtype`, `device_map`, `revision`, `token`.
+
+    Returns:
+        The drafter, in evaluation mode.
+
+    Raises:
+        ValueError: If the checkpoint has a format that is not supported, lacks weights, or does not fit the target.
+        TypeError: If `target_model` is no model.
+        OSError: If there is no such folder or repository.
+    """
+    if target_model is not None and not isinstance(target_model, PreTrainedModel):
+        raise TypeError(f"`target_model` must be the loaded target model, but is a `{type(target_model).__name__}`.")
+    options = {key: value for key, value in from_pretrained_kwargs.items() if key != "trust_remote_code"}
+    checkpoint = Checkpoint(path_or_repo_id, options)
+    kind = _kind_of_checkpoint(checkpoint, target_model)
+    config = kind.read_config(checkpoint)
+    if target_model is not None:
+        kind.check_fits(config, target_model)
+    return kind.load(checkpoint, config, target_model).eval()
+
+
+def check_checkpoint_fits(
+    path_or_repo_id: str | os.PathLike[str], target_model: PreTrainedModel
+) -> PreTrainedConfig | None:
+    """Checks that a drafter fits a target, from the drafter's `config.json` alone.
+
+    Args:
+        path_or_repo_id: As of `load_drafter`.
+        target_model: The target, whose weights may be on the meta device.
+
+    Returns:
+        The drafter's configuration; None if only its weights can tell.
+
+    Raises:
+        ValueError: If the format is not supported, or the drafter does not fit.
+        OSError: If there is no such folder or repository.
+    """
+    checkpoint = Checkpoint(path_or_repo_id)
+    kind = _kind_of_checkpoint(checkpoint, target_model=None)
+    config = kind.read_config(checkpoint)
+    kind.check_fits(config, target_model)
+    return config
+
+
+def is_drafter_alone(raw_config: dict[str, Any]) -> bool:
+    """Whether a checkpoint with this `config.json` is a drafter and can be nothing else, such as a target."""
+    checkpoint = Checkpoint("", raw_config=raw_config)
+    kinds = [kind for kind in DRAFTER_KINDS if kind.is_never_a_target]
+    return checkpoint.speculators_type is not None or any(kind.recognises(checkpoint, None) for kind in kinds)
+
+
+def make_candidate_generator(
+    assistant_model: Any, model: PreTrainedModel, config: DDTreeConfig, draft_state: Any = None
+) -> TreeCandidateGenerator:
+    """The generator for a drafter, chosen by what the drafter is.
+
+    Raises:
+        ValueError: If the drafter is of a kind that the package does not know, has no weights, or does not fit the
+            model.
+    """
+    kind = drafter_kind(assistant_model)
+    if execution_device(assistant_model).type == "meta":
+        raise ValueError(
+            f"`assistant_model`, {describe_type(assistant_model)}, is on the device 'meta', so it has shapes but no "
+            "weights. Load it with `hf_ddtree.load_drafter` or `from_pretrained`, not under `torch.device('meta')`."
+        )
+    return kind.make_generator(assistant_model, model, config, draft_state)
+
+
+def drafter_kind(assistant_model: Any) -> DrafterKind:
+    """What kind of drafter an `assistant_model` is.
+
+    Raises:
+        ValueError: If it is of none.
+    """
+    for kind in DRAFTER_KINDS:
+        if kind.matches(assistant_model):
+            return kind
+    raise ValueError(
+        f"`assistant_model` is {describe_type(assistant_model)}, but must be a drafter that `hf_ddtree.load_drafter` "
+        "loads, or a causal language model with the target's tokenizer. For another way to draft, pass a "
+        "`TreeCandidateGenerator` as `candidate_generator`."
+    )
+
+
+def _kind_of_checkpoint(checkpoint: Checkpoint, target_model: PreTrainedModel | None) -> DrafterKind:
+    """What kind of drafter a checkpoint holds.
+
+    Raises:
+        ValueError: If it is of none that is known.
+    """
+    for kind in DRAFTER_KINDS:
+        if kind.recognises(checkpoint, target_model):
+            return kind
+    refuse_other_types(checkpoint)
+    raise ValueError(
+        f"The checkpoint {checkpoint.name!r} is no drafter that can be loaded: it has `architectures` "
+        f"{checkpoint.architectures} and `model_type` {checkpoint.model_type!r}. Supported are DFlash checkpoints as "
+        "z-lab publishes them (DFlash 2 included), as the speculators library writes them and as Transformers has a "
+        "model class for, drafters saved by this package, and causal language models."
+    )

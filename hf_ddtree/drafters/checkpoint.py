@@ -1,0 +1,99 @@
+"""A drafter's checkpoint, and how its weights are loaded."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from ..target.weights import execution_device
+
+# Keywords of `from_pretrained` that say where the files are.
+LOCATION_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+class Checkpoint:
+    """A folder or a repository of the Hub, and how to load from it.
+
+    Args:
+        path: The folder or repository.
+        options: Keywords of `from_pretrained`.
+        raw_config: The contents of its `config.json`, which is read when first asked for if they are not given.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        options: dict[str, Any] | None = None,
+        raw_config: dict[str, Any] | None = None,
+    ) -> None:
+        self.path = path
+        self.options = options or {}
+        if raw_config is not None:
+            self.raw_config = raw_config
+
+    @property
+    def name(self) -> str:
+        """The path, for messages."""
+        return str(self.path)
+
+    @property
+    def location(self) -> dict[str, Any]:
+        """Those of the options that say where the files are."""
+        return {key: self.options[key] for key in LOCATION_KEYWORDS if key in self.options}
+
+    @cached_property
+    def raw_config(self) -> dict[str, Any]:
+        """The contents of `config.json`.
+
+        Raises:
+            OSError: If there is no such folder or repository.
+        """
+        return PreTrainedConfig.get_config_dict(self.path, **self.location)[0]
+
+    @property
+    def model_type(self) -> str | None:
+        """`model_type` of the config."""
+        return self.raw_config.get("model_type")
+
+    @property
+    def speculators_type(self) -> str | None:
+        """`speculators_model_type` of the config, which the speculators library writes."""
+        return self.raw_config.get("speculators_model_type")
+
+    @property
+    def architectures(self) -> list[str]:
+        """`architectures` of the config; empty if there are none."""
+        return self.raw_config.get("architectures") or []
+
+    def read_config(self) -> PreTrainedConfig:
+        """The configuration as the class that Transformers has for its `model_type`."""
+        config = CONFIG_MAPPING[self.model_type].from_dict(self.raw_config)
+        config.name_or_path = self.name
+        return config
+
+    def load(self, model_class: Any, target_model: PreTrainedModel | None, **kwargs: Any) -> PreTrainedModel:
+        """Loads a drafter with `from_pretrained`; by default in the target's dtype, next to the target's output head.
+
+        Args:
+            model_class: A model class, or one of Transformers' auto classes.
+            target_model: The target; None leaves dtype and device as `from_pretrained` chooses them.
+            **kwargs: Passed to `from_pretrained`.
+
+        Raises:
+            ValueError: If the checkpoint lacks weights.
+        """
+        options = self.options | kwargs
+        if target_model is not None:
+            options.setdefault("dtype", target_model.dtype)
+        drafter, info = model_class.from_pretrained(self.path, output_loading_info=True, **options)
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(
+                f"The checkpoint {self.name!r} lacks {len(missing)} of the drafter's weights, e.g. {missing[0]!r}. "
+                "Download it again, or check that its config.json belongs to its weights."
+            )
+        if target_model is not None and "device_map" not in options:
+            drafter.to(execution_device(target_model.get_output_embeddings()))
+        return drafter

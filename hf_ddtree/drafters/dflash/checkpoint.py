@@ -1,0 +1,136 @@
+"""Checkpoints of DFlash drafters: the published layouts, loading, and whether a drafter fits a target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from ..checkpoint import Checkpoint
+from ..speculators.layout import read_speculators_settings
+from .config import DFlashConfig
+from .model import DFlashDraftModel
+
+# Settings that z-lab keeps in `dflash_config` or, in other files, at the top level.
+NESTED_SETTINGS = (
+    "block_size",
+    "target_layer_ids",
+    "mask_token_id",
+    "is_causal",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+
+
+def is_dflash(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint holds a DFlash drafter of the first version, in any layout."""
+    if checkpoint.speculators_type is not None:
+        return checkpoint.speculators_type == "dflash"
+    return checkpoint.model_type == DFlashConfig.model_type or "DFlashDraftModel" in checkpoint.architectures
+
+
+def read_dflash_config(checkpoint: Checkpoint) -> DFlashConfig:
+    """The configuration of a DFlash drafter, whichever layout its checkpoint has.
+
+    Raises:
+        ValueError: If a setting is missing or out of range.
+    """
+    if checkpoint.model_type == DFlashConfig.model_type:
+        return DFlashConfig.from_dict(checkpoint.raw_config)
+    if checkpoint.speculators_type is not None:
+        return DFlashConfig(**read_speculators_settings(checkpoint))
+    return read_nested_config(checkpoint, DFlashConfig)
+
+
+def read_nested_config(
+    checkpoint: Checkpoint, config_class: type[DFlashConfig], required: Sequence[str] = ()
+) -> DFlashConfig:
+    """Reads a config in z-lab's layout: a Qwen3 config, with the drafter's settings in `dflash_config` or beside it.
+
+    Args:
+        checkpoint: The checkpoint.
+        config_class: The class of the result.
+        required: Settings besides `NESTED_SETTINGS`, which must be there.
+
+    Raises:
+        ValueError: If a setting is missing or out of range.
+    """
+    raw_config = checkpoint.raw_config
+    nested = raw_config.get("dflash_config") or {}
+    names = (*NESTED_SETTINGS, *required)
+    settings = {key: raw_config[key] for key in names if raw_config.get(key) is not None}
+    settings |= {key: nested[key] for key in names if nested.get(key) is not None}
+    if missing := [key for key in required if key not in settings]:
+        raise ValueError(
+            f"The checkpoint {checkpoint.name!r} is a DFlash 2 drafter, but its config.json has no {missing}. "
+            "Download it again, or set them, in `dflash_config` or beside it, to what it was trained with."
+        )
+    dropped = {"architectures", "auto_map", "dflash_config", "model_type", "transformers_version", *names}
+    kept = {key: value for key, value in raw_config.items() if key not in dropped}
+    return config_class.from_dict({**kept, **settings})
+
+
+def load_dflash(
+    model_class: type[DFlashDraftModel],
+    checkpoint: Checkpoint,
+    config: DFlashConfig,
+    target_model: PreTrainedModel | None,
+) -> DFlashDraftModel:
+    """Loads a drafter of a class that is derived from DFlash.
+
+    Raises:
+        ValueError: If the checkpoint lacks weights, or its reduced vocabulary is not one of distinct target tokens.
+    """
+    drafter: DFlashDraftModel = checkpoint.load(model_class, target_model, config=config)
+    if (token_ids := drafter.target_token_ids) is not None:
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        if lowest < 0 or highest >= config.vocab_size or len(token_ids.unique()) < len(token_ids):
+            raise ValueError(
+                f"The checkpoint {checkpoint.name!r} has a map `d2t` from its {config.draft_vocab_size} tokens to "
+                f"tokens {lowest} to {highest} of the target, but they must be distinct and between 0 and "
+                f"{config.vocab_size - 1}. Download it again."
+            )
+    return drafter
+
+
+def check_drafter_fits(drafter: DFlashDraftModel, target_model: PreTrainedModel) -> None:
+    """Checks that a loaded drafter can draft for a target, as `check_dflash_fits` does."""
+    check_dflash_fits(drafter.config, target_model)
+
+
+def check_dflash_fits(config: DFlashConfig, target_model: PreTrainedModel) -> None:
+    """Checks that a drafter with this configuration can draft for a target.
+
+    Raises:
+        ValueError: If hidden size, vocabulary or layers disagree, or the target has no output head; the message says
+            what disagrees.
+    """
+    target = target_model.config.get_text_config()
+    kind = type(target_model).__name__
+    advice = "Choose a drafter that was trained for this target."
+    if target_model.get_output_embeddings() is None:
+        raise ValueError(
+            f"The target, a {kind}, has no output head, which the drafter needs. Load it with `AutoModelForCausalLM`."
+        )
+    for setting, target_setting in (
+        ("hidden_size", "hidden_size"),
+        ("vocab_size", "vocab_size"),
+        ("num_target_layers", "num_hidden_layers"),
+    ):
+        given, allowed = getattr(config, setting), getattr(target, target_setting)
+        if given is not None and given != allowed:
+            raise ValueError(
+                f"The drafter does not fit the target: the drafter has `{setting}` {given}, but the target, a {kind}, "
+                f"has `{target_setting}` {allowed}. {advice}"
+            )
+    if config.mask_token_id is None:
+        raise ValueError(
+            "The drafter's config has no `mask_token_id`, so it cannot say what fills the slots to predict. Set "
+            "`drafter.config.mask_token_id` to the token that it was trained with."
+        )
+    if wrong := [layer for layer in config.target_layer_ids or [] if layer >= target.num_hidden_layers]:
+        raise ValueError(
+            f"The drafter does not fit the target: its `target_layer_ids` hold {wrong}, but the target, a {kind}, has "
+            f"layers 0 to {target.num_hidden_layers - 1}. {advice}"
+        )

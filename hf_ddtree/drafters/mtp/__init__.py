@@ -1,0 +1,1 @@
+"""A target's own multi-token-prediction layers as a drafter."""

@@ -1,0 +1,1 @@
+"""DFlash drafters that Transformers has a model class for."""
