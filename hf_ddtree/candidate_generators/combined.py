@@ -1,4 +1,4 @@
-"""Trees of two generators in one."""
+"""Merges the trees of a drafter and of a lookup."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from .tree_checks import checked_trees
 class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
     """Drafts the most probable nodes of what a drafter and a lookup propose.
 
-    Both build a tree under the whole budget. A path that is in both counts with the better of its probabilities, and
-    the budget goes to the most probable paths, wherever they come from. So where nothing is looked up the tree is the
-    drafter's.
+    Both build a tree under the whole budget. A path that is in both keeps the higher of its probabilities, and the
+    budget goes to the most probable paths of either. Where the lookup finds nothing the tree is the drafter's.
 
     Args:
-        drafter: The generator whose state and features count.
+        drafter: The generator whose state and features are used.
         lookup: Another one, which hooks no layers and keeps no state between calls.
         config: Whether the tree is a chain.
     """

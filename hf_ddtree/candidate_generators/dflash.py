@@ -24,13 +24,13 @@ from .known_sequences import KnownSequences
 
 @dataclass
 class DFlashState(KnownSequences):
-    """What the drafter knows of the sequences; goes with the target's cache from one `generate()` call to the next.
+    """What the drafter keeps of the sequences; passed with the target's cache from one `generate()` call to the next.
 
     Attributes:
         cache: Keys and values of the context.
         context_mask: `(batch, context)` bool, False where a row's context is padding; None if nothing is.
-        num_context: For each row, how many entries of the context are its own, once there is a `context_mask`.
-        features, num_features: What the target gave for its last tokens, which no draft has used yet.
+        num_context: Per row the number of context entries that are its own, once there is a `context_mask`.
+        features, num_features: Features of the target's last tokens that no draft has used yet.
     """
 
     cache: DFlashContextCache = field(default_factory=DFlashContextCache)
@@ -43,16 +43,16 @@ class DFlashState(KnownSequences):
 class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
     """Drafts a block in one forward and turns its distributions into a tree.
 
-    The block holds the root and one mask token for each position to predict. What the target's hooked layers gave for
-    the committed tokens enters the drafter's layers as keys and values in front of the block's, and is kept in the
-    drafter's own cache. If the drafter has a candidate selector, as DFlash 2 has, trees are built on the probability
-    of each token given the one before it.
+    The block holds the root and one mask token for each position to predict. The features of the committed tokens
+    enter the drafter's layers as keys and values in front of the block's, and are kept in the drafter's own cache. If
+    the drafter has a candidate selector, as DFlash 2 has, trees are built on the probability of each token given the
+    one before it.
 
     Args:
         drafter: The drafter, on any device and in any dtype.
         target_model: The target, whose embeddings and output head the drafter uses.
         config: Shape, width and depth of the trees.
-        state: What a former call's drafter knew of the sequences, if they go on.
+        state: A former call's `draft_state`, if the sequences continue.
 
     Raises:
         ValueError: If the drafter does not fit the target.
@@ -113,7 +113,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
             with self.building():
                 next_state = states[0] if states else None
                 return search_trees(log_probs, token_ids, context.roots, budget, self._shape, next_state=next_state)
-        # What is learned from has to be on the host, and then trees are built there.
+        # The calibration learns on the host, so trees are built there as well.
         log_probs, token_ids, *states = on_host(log_probs, token_ids, *states)
         self._drafted = log_probs, token_ids
         trees = []
@@ -126,8 +126,8 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         return trees
 
     def _candidates(self, hidden_states: Tensor, roots: Tensor, budget: int) -> tuple[Tensor, ...]:
-        """What `build_tree` needs, for each row: log-probabilities and tokens; and next states, if the drafter knows
-        how probable a token is after another, and trees are to be built on that."""
+        """Per row the log-probabilities and tokens for `build_tree`; and the next states, if trees are built on how
+        probable a token is after another."""
         logits = self.drafter.compute_logits(hidden_states, self._head)
         most = self.config.tree_top_k
         if not isinstance(self.drafter, DFlash2DraftModel) or not self._is_conditional:
@@ -140,7 +140,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         return conditional_candidates(log_probs, token_ids, pair_scores)
 
     def _learn(self, context: DraftContext) -> None:
-        """Compares what the last round drafted with what came of it."""
+        """Lets the calibration compare the last round's candidates with the emitted tokens."""
         if self._calibration is not None and self._drafted is not None:
             for row, (log_probs, token_ids) in enumerate(zip(*self._drafted)):
                 if context.emitted and context.emitted[row]:
@@ -148,7 +148,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self._drafted = None
 
     def _remember(self, context: DraftContext) -> None:
-        """Keeps what the next draft needs; a draft that follows a former call's takes up what that one left."""
+        """Keeps the features for the next draft, behind those that are left of a former call."""
         state = self.state
         state.input_ids = context.input_ids
         state.root_positions = list(context.root_positions)
@@ -167,7 +167,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         if len(set(state.root_positions)) == len(set(state.num_features)) == 1:
             position_ids = (positions + state.root_positions[0])[None]
         else:
-            # A row's features are aligned at the left, so what follows them is padding.
+            # Features are aligned at the left, so padding follows them.
             shift = on_device([num_new - count for count in state.num_features or [0] * batch_size], device)
             position_ids = positions + on_device(state.root_positions, device)[:, None]
             position_ids[:, :num_new] += shift[:, None]
@@ -201,5 +201,5 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         state.context_mask = torch.cat((old, new), dim=1)
 
 
-# The drafter's context is never longer than twice its longest row and this.
+# The padded context is at most twice as long as its longest row, plus this.
 MOST_PADDING = 64

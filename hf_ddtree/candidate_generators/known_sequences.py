@@ -1,4 +1,4 @@
-"""What a drafter remembers between calls, and whether a call continues it."""
+"""The sequences that a drafter keeps state of between calls, and whether a call continues them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass
 class KnownSequences:
-    """The sequences that a drafter knows something of, to tell in a later call whether they go on.
+    """The sequences that a drafter keeps state of, to tell in a later call whether they continue.
 
     Attributes:
-        input_ids: `(batch, length)`, the tokens that were drafted for.
-        root_positions: For each row, how many tokens of it the target's cache held at last.
-        drafter: What the drafter is like; another one starts anew.
+        input_ids: `(batch, length)`, the tokens so far.
+        root_positions: Per row the number of its tokens that the target's cache held last.
+        drafter: Identifies the drafter; the state of another one is not used.
     """
 
     input_ids: Tensor | None = None
@@ -24,10 +24,10 @@ class KnownSequences:
     drafter: tuple[Any, ...] = ()
 
     def continues(self, drafter: tuple[Any, ...], cached_ids: Tensor, num_cached: int) -> bool:
-        """Whether this is the drafter's state of what the target's cache holds, as far as can be told.
+        """Whether this state belongs to the drafter and to the tokens in the target's cache, as far as can be told.
 
         Args:
-            drafter: What the drafter is like.
+            drafter: Identifies the drafter.
             cached_ids: `(batch, num_cached)`, the tokens; `(batch, 0)` if they are not known.
             num_cached: Their number.
         """

@@ -1,4 +1,4 @@
-"""Trees from a target's own multi-token-prediction (MTP) layers, expanded level by level."""
+"""Trees from a target's own multi-token-prediction (MTP) layers."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class _OneLayerCache(DynamicCache):
 
 @dataclass
 class _Stream:
-    """What an MTP layer knows of the committed tokens.
+    """What an MTP layer keeps of the committed tokens.
 
     Attributes:
         cache: Its keys and values.
-        rows: Where each row's stand.
-        tokens: For each row the tokens that are not cached, the root last.
-        hidden_states: For each row the hidden states that go with them, `(len(tokens), hidden_size)`.
+        rows: The committed entries of each row.
+        tokens: Per row the tokens that are not cached, the root last.
+        hidden_states: Per row the hidden states that are paired with them, `(len(tokens), hidden_size)`.
     """
 
     cache: DynamicCache
@@ -63,10 +63,10 @@ class _Stream:
 
 @dataclass
 class MTPState(KnownSequences):
-    """What the layers know of the sequences; goes with the target's cache from one `generate()` call to the next.
+    """What the layers keep of the sequences; passed with the target's cache from one `generate()` call to the next.
 
     Attributes:
-        streams: One a layer.
+        streams: One per layer.
     """
 
     streams: list[_Stream] = field(default_factory=list)
@@ -75,16 +75,16 @@ class MTPState(KnownSequences):
 class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
     """Expands a tree level by level with the target's MTP layers: one forward of one layer a level.
 
-    For every committed token the layers get true hidden states: the target's for the first one, the layer before's for
-    any other. Below the root a node gets what the level above gave for its parent. A single layer is used again for
-    every level, fed with its own output; of several, each is used for its own level.
+    For every committed token the layers get true hidden states: the first layer the target's, each other one the
+    outputs of the layer before it. Below the root a node gets the output of the level above at its parent. A single
+    layer is used again for every level, fed with its own output; of several, each is used for its own level.
 
     Args:
         drafter: The layers, from `hf_ddtree.load_drafter("mtp", target_model=...)`; Transformers' `MtpModel` will do.
         target_model: The target.
         config: Shape, width and depth of the trees. By default five levels, or as many as there are layers if there
             are several.
-        state: What a former call's drafter knew of the sequences, if they go on.
+        state: A former call's `draft_state`, if the sequences continue.
 
     Raises:
         ValueError: If the layers are of another size than the target, or in training mode.
@@ -180,22 +180,22 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         return _Stream(_OneLayerCache(), rows, [[] for _ in range(batch_size)], [nothing] * batch_size)
 
     def _run_level(self, level: int, trees: list[DraftTree], inputs: list[Tensor]) -> list[Tensor]:
-        """Runs a level's layer on its new committed tokens and on a tree a row.
+        """Runs a level's layer on its new committed tokens and on one tree per row.
 
         Args:
             level: Distance of the deepest nodes from the root.
-            trees: A tree a row, below the same root.
-            inputs: For each row the hidden states that its nodes get, `(n, hidden_size)`; the root's does not matter,
-                as it is a committed token.
+            trees: One tree per row, below the same root.
+            inputs: Per row the hidden states that its nodes get, `(n, hidden_size)`; the root's is ignored, as it is a
+                committed token.
 
         Returns:
-            For each row the layer's outputs at the tree's nodes, `(n, hidden_size)`.
+            Per row the layer's outputs at the tree's nodes, `(n, hidden_size)`.
         """
         layer = min(level, self._num_layers - 1)
         stream = self.state.streams[layer]
         if level > layer:
             return self._run(layer, [0] * len(trees), trees, inputs)
-        self._give_up_waiting(layer, trees)
+        self._fill_empty_rows(layer, trees)
         while max(map(len, stream.tokens)) > TOKENS_AT_ONCE:
             self._run(layer, [min(len(tokens) - 1, TOKENS_AT_ONCE) for tokens in stream.tokens])
         return self._run(layer, [len(tokens) - 1 for tokens in stream.tokens], trees, inputs)
@@ -205,10 +205,10 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
     ) -> list[Tensor]:
         """Runs a layer on the first `counts` of its new tokens, which it keeps, and on trees below the last of them.
 
-        What it gives for the kept tokens goes to the next layer.
+        Its outputs for the kept tokens are the inputs of the next layer.
 
         Returns:
-            For each row the outputs at the tree's nodes, `(n, hidden_size)`.
+            Per row the outputs at the tree's nodes, `(n, hidden_size)`.
         """
         stream = self.state.streams[layer]
         fed = [
@@ -223,15 +223,15 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         following = self.state.streams[layer + 1] if layer + 1 < self._num_layers else None
         for row, count in enumerate(counts):
             if following is not None and count:
-                # What a layer gives for a token goes with the next one.
+                # The output for a token is paired with the token after it.
                 following.tokens[row] += stream.tokens[row][1 : count + 1]
                 following.hidden_states[row] = torch.cat((following.hidden_states[row], outputs[row][:count]))
             stream.tokens[row] = stream.tokens[row][count:]
             stream.hidden_states[row] = stream.hidden_states[row][count:]
         return [states[count:] for states, count in zip(outputs, counts)]
 
-    def _give_up_waiting(self, layer: int, trees: list[DraftTree]) -> None:
-        """Lets rows without a hidden state for their root draft from nothing: those of padding alone, and those with
+    def _fill_empty_rows(self, layer: int, trees: list[DraftTree]) -> None:
+        """Gives the root a hidden state of zeros in rows that have none for it: rows of padding alone, and rows with
         too few tokens for the layer before."""
         stream = self.state.streams[layer]
         for row, tokens in enumerate(stream.tokens):
@@ -242,10 +242,10 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
     def _feed(
         self, layer: int, trees: list[DraftTree], hidden_states: list[Tensor], counts: Sequence[int]
     ) -> list[Tensor]:
-        """One forward of a layer over a tree a row; keeps the first `counts` nodes of each in its cache.
+        """One forward of a layer over one tree per row; keeps the first `counts` nodes of each in its cache.
 
         Returns:
-            For each row the outputs, `(n, hidden_size)`.
+            Per row the outputs, `(n, hidden_size)`.
         """
         stream, rows = self.state.streams[layer], self.state.streams[layer].rows
         batch = TreeBatch.from_trees(trees, self._device)

@@ -1,14 +1,15 @@
-"""Learning, while decoding, how probable a drafter's candidates really are.
+"""Calibrating a drafter's probabilities while decoding.
 
-A block-diffusion drafter gives one distribution a depth. It states the same probability for a token below its own best
-guesses and below a sibling that they did not foresee, where it mostly errs; and what it states may be too sure or not
-sure enough for a target that takes its best token. The rounds themselves tell: at every node that was accepted, the
-target's next token is known, and so which candidate was right.
+A block-diffusion drafter predicts one distribution per depth, so a token has the same probability below the drafter's
+own best candidates and below their siblings, where it is mostly wrong; and its probabilities may be over- or
+underconfident for the target at hand. Each round is evidence: at every accepted node the target's next token is known,
+and so which candidate was accepted.
 
-`c = (right + a) / (stated + a)` corrects the probabilities of a class of candidates, where `right` counts those that
-were right, `stated` sums what was stated for them, and `a` is the weight of the prior: the mean of a Gamma(a, a) prior
-on `c` after `right` events of which `stated` were expected. A class is a range of depths, the best candidate or any
-other, on or off the spine (below best candidates alone, or not), and a range of stated probabilities.
+`c = (accepted + a) / (expected + a)` corrects the probabilities of a class of candidates, where `accepted` counts
+those that were accepted, `expected` sums their predicted probabilities, and `a` is the weight of the prior: `c` is the
+posterior mean of a Poisson rate with a Gamma(a, a) prior after `accepted` events of which `expected` were predicted. A
+class is a range of depths, the best candidate or any other, on or off the spine (below best candidates only, or not),
+and a range of predicted probabilities.
 """
 
 from __future__ import annotations
@@ -29,20 +30,19 @@ RANKS = (0, 1)
 SURPRISES = (0.0, 0.05, 0.15, 0.4, 0.8, 1.6, 3.2)
 _EDGES = np.array(SURPRISES[1:], dtype=np.float32)
 SHAPE = (len(DEPTHS), 2, len(RANKS), len(SURPRISES))
-# How many right candidates the prior is worth, and after how many rounds evidence counts 1/e.
+# The weight of the prior in accepted candidates, and the number of rounds after which evidence has decayed to 1/e.
 PRIOR, MEMORY = 16.0, 1024
 
 
 class Calibration:
-    """What is known of a drafter's errors; at first nothing, so that probabilities stay as they are stated.
+    """Measured corrections of a drafter's probabilities; the identity before there is evidence.
 
-    It lives with the drafter, as `drafter.calibration`, and learns from every call. Calls that run at the same time
-    may lose each other's evidence, but leave the table in order. What it changes are the trees, and so the speed;
-    never a token.
+    It is the drafter's attribute `calibration`, and every call updates it. Calls that run at the same time may lose
+    each other's evidence, but leave the table consistent. It changes the trees, and so the speed; never a token.
     """
 
     def __init__(self) -> None:
-        # Replaced and never written to, so that a thread sees right and stated of the same moment.
+        # (accepted, expected). Replaced and never written to, so that a thread sees both of the same moment.
         self._counts = np.zeros((2, int(np.prod(SHAPE))))
         self._log_factors = np.zeros(int(np.prod(SHAPE)), dtype=np.float32)
 
@@ -58,9 +58,9 @@ class Calibration:
         return np.exp(self._log_factors).reshape(SHAPE)
 
     def calibrate(self, log_probs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments of `build_tree` that say what is probable on the spine and off it.
+        """The arguments of `build_tree` with the corrected probabilities on the spine and off it.
 
-        A candidate that comes out more probable than a better one is given that one's probability, so ranks stay.
+        A candidate that would become more probable than a better one gets that one's probability, so ranks stay.
 
         Args:
             log_probs: `(depth, k)` float32, as from `top_candidates`.
@@ -77,12 +77,12 @@ class Calibration:
         return torch.from_numpy(calibrated), token_ids[:, None].expand(-1, 2, -1), _next_state(stated.shape[1])
 
     def learn(self, log_probs: Tensor, token_ids: Tensor, emitted: Sequence[int]) -> None:
-        """Takes up the evidence of a row and round: what was right below each node that the emitted tokens pass.
+        """Adds the evidence of one row and round: the accepted candidate below each node on the emitted path.
 
         Args:
-            log_probs: `(depth, k)`, the candidates that the round's tree was built from, as they were stated.
+            log_probs: `(depth, k)`, the drafter's own, of the candidates that the round's tree was built from.
             token_ids: `(depth, k)`.
-            emitted: The tokens that followed the root: those that were accepted, the target's own, and what followed.
+            emitted: The tokens after the root: the accepted ones, the target's own, and what followed.
         """
         stated, tokens = log_probs[: len(emitted)].numpy(), token_ids[: len(emitted)].numpy()
         hits = tokens == np.array(emitted[: len(tokens)])[:, None]
@@ -137,7 +137,7 @@ def _cells(log_probs: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _first_cells(depth: int, width: int) -> np.ndarray:
-    """`(depth, 2, width)`, for each place the class of the most probable candidates."""
+    """`(depth, 2, width)`, the first class of each depth, side of the spine and rank."""
     depths = np.searchsorted(DEPTHS, np.arange(1, depth + 1), side="right") - 1
     ranks = np.searchsorted(RANKS, np.arange(width), side="right") - 1
     places = (depths[:, None, None] * 2 + np.arange(2)[:, None]) * len(RANKS) + ranks
@@ -146,7 +146,7 @@ def _first_cells(depth: int, width: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _next_state(width: int) -> Tensor:
-    """`(2, width)` int64: the best candidate stays on the spine, and no other comes back to it."""
+    """`(2, width)` int64: the best candidate stays on the spine, and no other returns to it."""
     off_spine = torch.ones((2, width), dtype=torch.int64, device="cpu")
     off_spine[0, 0] = 0
     return off_spine

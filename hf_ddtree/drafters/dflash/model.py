@@ -34,7 +34,7 @@ def _block_mask(
 ) -> Tensor | None:
     """What a block may see: `(batch or 1, 1, block, context + block)` bool, or None if that is everything.
 
-    Distances are counted in real tokens, so padding anywhere in the context takes no room in a window.
+    Distances are counted in real tokens, so padding anywhere in the context does not count in a window.
     """
     if not is_causal and context_mask is None:
         if window is None or context + (0 if window_from_root else block) <= window:

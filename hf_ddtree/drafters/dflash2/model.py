@@ -1,8 +1,8 @@
 """The DFlash 2 drafter: DFlash with convolutions inside the block, and a selector that scores pairs of neighbours.
 
-The convolutions let a slot see the slots before it once more, cheaply. The selector knows how well a candidate token
-follows the one before it, which the slots' own distributions cannot know: all slots are predicted at once. Weights are
-named as in the checkpoints that z-lab publishes (`architectures: ["DFlash2DraftModel"]`).
+The convolutions are a cheap second way for a slot to see the slots before it. The selector scores how well a candidate
+token follows the one before it, which the slots' own distributions cannot tell, as all slots are predicted at once.
+Weights are named as in the checkpoints that z-lab publishes (`architectures: ["DFlash2DraftModel"]`).
 """
 
 from __future__ import annotations
