@@ -17,6 +17,7 @@ from transformers.generation import logits_process
 from .candidate_generators import TreeCandidateGenerator
 from .configuration import DDTreeConfig
 from .drafters import DFlashDraftModel
+from .interop.generation import is_inherited
 from .validation import require_positive_int
 
 # What each strategy fixes of `DDTreeConfig`: a chain is a tree of width 1.
@@ -94,11 +95,7 @@ class GenerateArguments:
     def set_by_call(self, name: str) -> Any:
         """As `get`, but None if the value is merely the model's or Transformers' default."""
         value = self.get(name)
-        inherited = (
-            getattr(self._model_config, name, None),
-            GenerationConfig._get_default_generation_params().get(name),
-        )
-        return None if name not in self.named and value in inherited else value
+        return None if name not in self.named and is_inherited(self._model_config, name, value) else value
 
     @property
     def strategy(self) -> str | None:

@@ -24,7 +24,8 @@ from .decoding.distributed import Processes
 from .decoding.loop import decode
 from .decoding.sequences import EmittedSequences, RowGroup, gather_rows
 from .drafter_kinds import drafter_kind, make_candidate_generator
-from .interop.versions import CACHE_KEY, cache_of, prompt_length
+from .interop.generation import is_callers_cache, longest_static_cache, prompt_length
+from .interop.versions import CACHE_KEY, cache_of
 from .output import DDTreeOutput, DDTreeStats
 from .target.requirements import check_cache, check_positions, check_processes, check_target
 from .target.static_cache import buffer_length, make_room_for_trees
@@ -189,8 +190,8 @@ def prepare_cache(
         # Shorter rows continue with forwards that write behind the longest row.
         needed = prompt + generation_config.max_length - input_ids.shape[1] - (len(input_ids) == 1)
         most_nodes = checked_nodes(policy, "most_nodes", policy.most_nodes)
-        if not getattr(cache, "_is_user_defined", False):
-            make_room_for_trees(cache, max(needed, model._previous_max_cache_length), most_nodes)
+        if not is_callers_cache(cache):
+            make_room_for_trees(cache, max(needed, longest_static_cache(model)), most_nodes)
         elif length is not None and length < needed and not any(cache.is_sliding):
             raise ValueError(
                 f"The `StaticCache` has room for {length} tokens, but this call may need {needed}. Pass one with "

@@ -9,7 +9,7 @@ from helpers.side_by_side import NEW_TOKENS, assert_equal, make_oracle, make_pro
 from transformers import CompileConfig, GenerationConfig, LogitsProcessorList
 
 import hf_ddtree
-from hf_ddtree.interop import versions as compat
+from hf_ddtree.interop import sharding
 
 # What has no effect in plain decoding either: what belongs to beams, encoder-decoders, guidance or other caches.
 WITHOUT_EFFECT = {
@@ -149,12 +149,12 @@ def test_groups_of_beams():
 def test_models_that_are_spread_over_processes(monkeypatch):
     """What works is tested in `test_distributed.py`."""
     model = make_model("llama", "sdpa")
-    monkeypatch.setattr(compat, "is_fsdp_managed_module", lambda module: True)
+    monkeypatch.setattr(model, "_is_fsdp_managed_module", True, raising=False)
     for synced_gpus in (None, True):  # alone, a process waits for no one
         assert by_tree(model, synced_gpus=synced_gpus).shape[1] == make_prompt().shape[1] + 4
     refused(("`prefill_chunk_size`", "`synced_gpus`"), lambda: by_tree(model, synced_gpus=True, prefill_chunk_size=4))
-    monkeypatch.setattr(compat, "_get_torch_distributed_world_size", lambda: 2)
-    monkeypatch.setattr(compat, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(sharding, "_num_processes", lambda: 2)
+    monkeypatch.setattr(sharding, "is_deepspeed_zero3_enabled", lambda: True)
     refused(("LlamaForCausalLM", "ZeRO-3", "`fully_shard`", "whole model"), lambda: by_tree(model))
     monkeypatch.setattr(model.config, "distributed_config", SimpleNamespace(pp_size=2), raising=False)
     refused(("LlamaForCausalLM", "stages", "`device_map`"), lambda: by_tree(model))

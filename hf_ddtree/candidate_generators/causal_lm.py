@@ -15,6 +15,8 @@ from transformers.utils import ModelOutput
 from ..attention import dispatch
 from ..configuration import DDTreeConfig
 from ..drafters.causal_lm.checkpoint import check_causal_lm_fits
+from ..interop.generation import prefill, prompt_positions
+from ..interop.models import takes_logits_to_keep
 from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
 from ..target.commit import commit
@@ -191,16 +193,16 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             mask = torch.arange(longest + 1, device="cpu") >= padding
             kwargs["attention_mask"] = mask.long().to(self._device)
         up_to_root = torch.nn.functional.pad(token_ids, (0, 1))
-        position_ids = drafter._prepare_position_ids_for_generation(up_to_root, kwargs)
+        position_ids = prompt_positions(drafter, up_to_root, kwargs)
         state.rows = CommittedRows(longest, {**kwargs, "position_ids": position_ids}, len(lengths), self._device)
         if kwargs:
             kwargs["attention_mask"] = kwargs["attention_mask"][:, :-1]
         kwargs["position_ids"] = position_ids[..., :-1]
         kwargs[CACHE_KEY] = DynamicCache(config=drafter.config.get_text_config(decoder=True))
         kwargs["use_cache"] = True
-        if drafter._supports_logits_to_keep():
+        if takes_logits_to_keep(drafter):
             kwargs["logits_to_keep"] = 1
-        drafter._prefill(self._known(token_ids), GenerationConfig(), kwargs)
+        prefill(drafter, self._known(token_ids), GenerationConfig(), kwargs)
         check_cache(kwargs[CACHE_KEY])
         give_room(kwargs[CACHE_KEY])
         state.model_kwargs = {CACHE_KEY: kwargs[CACHE_KEY], "use_cache": True}

@@ -17,6 +17,7 @@ from ..attention.mask import to_additive, tree_attention_mask
 from ..attention.tree_pass import TreePass
 from ..configuration import DDTreeConfig
 from ..drafters.mtp.model import MTPDrafter, check_mtp_fits, wrap_mtp_model
+from ..interop.models import attention_implementation
 from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
 from ..target.commit import commit
@@ -272,7 +273,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         kind = "full_attention" if layer_types is None else layer_types[layer]
         window = config.sliding_window if kind == "sliding_attention" else None
         mask = tree_attention_mask(batch, rows.num_cached, rows.mask(), window, window and rows.before_root())
-        return to_additive(mask, self.drafter.dtype) if config._attn_implementation == "eager" else mask
+        return to_additive(mask, self.drafter.dtype) if attention_implementation(config) == "eager" else mask
 
     def _rotary(self, layer: int, embeddings: Tensor, position_ids: Tensor) -> Any:
         rotary = getattr(self._decoder, "rotary_emb", None)

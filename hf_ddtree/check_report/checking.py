@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..budget.auto import AutoBudget
 from ..configuration import DDTreeConfig
 from ..drafter_kinds import check_checkpoint_fits, drafter_kind
+from ..interop.models import attention_implementation
 from ..target.requirements import check_target
 from .facts import layer_kinds, notes_on
 from .meta_model import NotBuilt, build_without_weights, config_of
@@ -58,7 +59,7 @@ def check(
     found |= {
         "model_class": type(twin).__name__,
         "layers": layer_kinds(twin),
-        "attn_implementation": twin.config.get_text_config()._attn_implementation,
+        "attn_implementation": attention_implementation(twin.config.get_text_config()),
         "notes": notes_on(twin, config),
     }
     layer_ids: Sequence[int] = ()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..interop.models import is_stateful
 from ..target.layers import first_changing_position, layer_types
 from .report import LayerKind
 
@@ -23,7 +24,7 @@ def layer_kinds(model: PreTrainedModel) -> tuple[LayerKind, ...]:
     depth = config.num_hidden_layers
     lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
     layers: list[nn.Module] = next((list(found) for found in lists if len(found) == depth), [])
-    is_told = getattr(config, "layer_types", None) is not None or not model._is_stateful
+    is_told = getattr(config, "layer_types", None) is not None or not is_stateful(model)
     kinds: Sequence[str | None] = layer_types(config) if is_told else [None] * depth
     counts: Counter[tuple[str | None, tuple[str, ...]]] = Counter()
     for kind, layer in zip(kinds, layers):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers import (
 )
 
 from ..drafter_kinds import is_drafter_alone
+from ..interop.models import model_from_config, with_default_attention
 
 AUTO_CLASSES = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
@@ -56,13 +56,12 @@ def config_of(model: Any) -> PreTrainedConfig:
 
 def build_without_weights(model: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, type | None]:
     """A model on the meta device with the attention that Transformers chooses for it, and how to load it."""
-    config = copy.deepcopy(config)
-    config._attn_implementation = None
+    config = with_default_attention(config)
     auto_class = next((auto for mapping, auto in AUTO_CLASSES if type(config) in mapping), None)
     try:
         with torch.device("meta"):
             if isinstance(model, PreTrainedModel):
-                twin = type(model)._from_config(config, dtype=model.dtype)
+                twin = model_from_config(model, config)
             elif auto_class is None:
                 raise NotBuilt(f"Transformers has no class that generates text from a `{type(config).__name__}`.")
             else:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-from ..interop.versions import is_sharded_over_processes, tensor_parallel_group
+from ..interop.sharding import is_sharded_over_processes, tensor_parallel_group
 from ..tree.draft_tree import DraftTree
 
 

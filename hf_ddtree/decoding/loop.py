@@ -15,7 +15,8 @@ from ..attention.tree_pass import TreePass
 from ..budget.policy import BudgetPolicy, RoundCost, checked_nodes
 from ..candidate_generators import DraftContext, TreeCandidateGenerator, checked_trees, join_features
 from ..devices import on_device, searches
-from ..interop.versions import CACHE_KEY, cache_of, prompt_length
+from ..interop.generation import is_callers_cache, kwargs_after_prefill, prefill, prompt_length
+from ..interop.versions import CACHE_KEY, cache_of
 from ..output import DDTreeStats
 from ..target.cache_rows import CommittedRows
 from ..target.commit import commit
@@ -68,10 +69,10 @@ def decode(
         generator.start(prompt[:, : num_cached if is_whole else 0], num_cached)
         prompt_mask = _mask_of(prompt, model_kwargs.get("attention_mask"))
         with recorder.recording():
-            outputs = model._prefill(prompt, generation_config, model_kwargs)
+            outputs = prefill(model, prompt, generation_config, model_kwargs)
         stats.target_forwards += 1
         features, num_features = _without_padding(recorder.take(), model_kwargs.get("attention_mask"), len(prompt))
-        model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False))
+        model_kwargs.update(kwargs_after_prefill(outputs, model_kwargs, model))
         cache = cache_of(model_kwargs)
         check_cache(cache)
         rows = CommittedRows(int(cache.get_seq_length()), model_kwargs, len(prompt), execution_device(model))
@@ -293,7 +294,7 @@ def _pad_to_longest(
 
 
 def _is_returned(cache: DynamicCache, generation_config: GenerationConfig) -> bool:
-    return generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", True)
+    return generation_config.return_dict_in_generate or is_callers_cache(cache)
 
 
 def _context(

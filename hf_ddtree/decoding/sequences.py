@@ -12,6 +12,7 @@ from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, 
 from transformers.utils import ModelOutput
 
 from ..devices import on_device
+from ..interop.generation import padding_token
 from .acceptance import Choices
 
 if TYPE_CHECKING:
@@ -52,9 +53,7 @@ class EmittedSequences:
         self._streamer = streamer
         # As in plain decoding, rows are padded only where an end-of-sequence token can end one before the others.
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        self._pad_token = (
-            0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
-        )
+        self._pad_token = padding_token(generation_config)
         self.emitted: list[list[int]] = []
         self.unfinished = [True] * len(input_ids)
         self.scores: list[Tensor] | None = [] if keeps_details and generation_config.output_scores else None

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput, logging
 from ..attention.active_pass import traced
 from ..attention.path_state import PathFactors
 from ..attention.tree_pass import TreePass
-from ..interop.versions import default_compile_config
+from ..interop.generation import compiles_forward, default_compile_config
 from ..tree.tree_batch import TreeBatch
 
 logger = logging.get_logger(__name__)
@@ -90,7 +90,7 @@ def compiled_forward(
     model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> CompiledForward | None:
     """The compiled forward where plain decoding would compile its own: by default, over static caches on a GPU."""
-    if not model._valid_auto_compile_criteria(model_kwargs, generation_config):
+    if not compiles_forward(model, generation_config, model_kwargs):
         return None
     return CompiledForward(model, generation_config.compile_config or default_compile_config(model))
 

@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 from ..attention import active_pass
 from ..attention.mask import chunk_windows, to_additive, tree_attention_mask
 from ..attention.tree_pass import TreePass
+from ..interop.models import attention_implementation
 from ..interop.versions import CACHE_KEY
 from ..tree.draft_tree import DraftTree
 from ..tree.tree_batch import TreeBatch
@@ -182,7 +183,7 @@ def _attention_mask(
                 visible = tree_attention_mask(batch, rows.num_cached, cached_mask, reach, rows.before_root())
         if length is not None:
             visible = nn.functional.pad(visible, (0, length - visible.shape[-1]), value=False)
-        return to_additive(visible, model.dtype) if config._attn_implementation == "eager" else visible
+        return to_additive(visible, model.dtype) if attention_implementation(config) == "eager" else visible
 
     masks = {kind: mask(kind) for kind in set(layer_types(config))}
     return masks if getattr(config, "layer_types", None) is not None else masks.popitem()[1]

@@ -28,14 +28,14 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..interop.versions import (
-    CACHE_KEY,
-    EMPTY_CACHE_LAYERS,
+from ..interop.models import attention_implementation, is_stateful, takes_dynamic_cache
+from ..interop.sharding import (
     is_sharded_by_wrappers,
     is_sharded_over_processes,
     is_split_into_stages,
     tensor_parallel_group,
 )
+from ..interop.versions import CACHE_KEY, EMPTY_CACHE_LAYERS
 from .layers import (
     LAYER_TYPES,
     STATEFUL_LAYER_TYPES,
@@ -156,7 +156,7 @@ def _unknown_number_of_layers(model: PreTrainedModel) -> str | None:
 
 
 def _attention_without_tree_mask(model: PreTrainedModel) -> str | None:
-    implementation = model.config.get_text_config()._attn_implementation
+    implementation = attention_implementation(model.config.get_text_config())
     if implementation in ATTENTION_IMPLEMENTATIONS:
         return None
     return (
@@ -198,10 +198,8 @@ def _window_of_one(model: PreTrainedModel) -> str | None:
 
 def _unknown_state(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
-    has_state = getattr(model, "_is_stateful", False) or any(
-        kind in STATEFUL_LAYER_TYPES for kind in layer_types(config)
-    )
-    if model._supports_default_dynamic_cache() and (not has_state or _has_known_state(config, model.modules())):
+    has_state = is_stateful(model) or any(kind in STATEFUL_LAYER_TYPES for kind in layer_types(config))
+    if takes_dynamic_cache(model) and (not has_state or _has_known_state(config, model.modules())):
         return None
     return (
         "keeps a state that tree decoding does not know how to branch and commit, in "

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..interop.models import execution_devices
+
 
 def execution_device(module: nn.Module) -> torch.device:
     """Where a module computes: on the device of its first weight or, if that is offloaded, where hooks bring it."""
     device = next(module.parameters()).device
     if device.type == "meta":
         for part in module.modules():
-            hook = getattr(part, "_hf_hook", None)
-            for brought_to in (getattr(one, "execution_device", None) for one in getattr(hook, "hooks", (hook,))):
+            for brought_to in execution_devices(part):
                 if brought_to is not None:
                     return torch.device(brought_to)
     return device

@@ -9,15 +9,14 @@ from __future__ import annotations
 import copy
 import json
 import re
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpLayer, MtpModel
-from transformers.utils import cached_file
 
+from ...interop.models import cached_file_if_any
 from ...target.layers import decoder_layers
 from ...target.weights import execution_device
 from ..checkpoint import Checkpoint
@@ -154,17 +153,16 @@ def read_mtp_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 def _mtp_files(checkpoint: Checkpoint) -> dict[str, list[str]]:
     """The files that hold `mtp.*` tensors, fetched if need be, and the names of these tensors in each."""
-    where: dict[str, Any] = {**checkpoint.location, "_raise_exceptions_for_missing_entries": False}
     path = checkpoint.path
-    index = cached_file(path, "model.safetensors.index.json", **where)
+    index = cached_file_if_any(path, "model.safetensors.index.json", **checkpoint.location)
     if index is None:
-        files = {cached_file(path, "model.safetensors", **where)} - {None}
+        holders = {"model.safetensors"}
     else:
         with open(index, encoding="utf-8") as file:
-            weight_map = json.load(file)["weight_map"]
-        files = {cached_file(path, file, **where) for name, file in weight_map.items() if name.startswith("mtp.")}
+            holders = {holder for name, holder in json.load(file)["weight_map"].items() if name.startswith("mtp.")}
+    files = (cached_file_if_any(path, holder, **checkpoint.location) for holder in sorted(holders))
     held = {}
-    for file_name in sorted(files):
+    for file_name in filter(None, files):
         with safe_open(file_name, framework="pt") as file:
             if names := [name for name in file.keys() if name.startswith("mtp.")]:
                 held[file_name] = names

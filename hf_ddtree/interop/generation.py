@@ -1,0 +1,115 @@
+"""The private parts of `generate()`."""
+
+from __future__ import annotations
+
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils import ModelOutput
+
+from .private import private, warn_of_missing
+from .versions import cache_of
+
+
+def prefill(
+    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> ModelOutput:
+    """Fills the cache with the prompt as `generate()` does, in chunks if `prefill_chunk_size` is set.
+
+    Args:
+        model: The model.
+        input_ids: `(batch, length)` int64.
+        generation_config, model_kwargs: As `generate()` prepared them.
+
+    Raises:
+        MissingPrivateName: If Transformers has no such method.
+    """
+    return private(model, "_prefill", "Decoding with trees")(input_ids, generation_config, model_kwargs)
+
+
+def kwargs_after_prefill(outputs: ModelOutput, model_kwargs: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+    """The keyword arguments of the next forward: positions and attention mask reach one token further.
+
+    Raises:
+        MissingPrivateName: If Transformers has no such method.
+    """
+    update = private(model, "_update_model_kwargs_for_generation", "Decoding with trees")
+    return update(outputs, model_kwargs, is_encoder_decoder=False)
+
+
+def prompt_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+    """The position ids that `generate()` gives a prompt, `(..., batch, length)` int64.
+
+    Raises:
+        MissingPrivateName: If Transformers has no such method.
+    """
+    prepare = private(model, "_prepare_position_ids_for_generation", "Drafting with a causal language model")
+    return prepare(input_ids, model_kwargs)
+
+
+def prompt_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int | None:
+    """Tokens of the whole prompt, those in a former call's cache included; None if `generate()` was not told.
+
+    What follows from the attention mask. Newer versions drop a mask that masks nothing, and keep its length.
+    """
+    attention_mask = model_kwargs.get("attention_mask")
+    return getattr(generation_config, "_mask_length", None) if attention_mask is None else attention_mask.shape[-1]
+
+
+def padding_token(generation_config: GenerationConfig) -> int:
+    """What `generate()` pads rows with that end before others: the first end token if nothing is set, or else 0."""
+    tokens = generation_config.pad_token_id, generation_config.eos_token_id
+    token: Any = next((token for token in tokens if token is not None), 0)
+    return int(torch.as_tensor(token, device="cpu").flatten()[0])
+
+
+def is_inherited(model_config: GenerationConfig | None, name: str, value: Any) -> bool:
+    """Whether a setting of `generate()` is as the model's generation config or Transformers' defaults have it."""
+    defaults = getattr(GenerationConfig, "_get_default_generation_params", None)
+    if defaults is None:
+        consequence = "Arguments of `generate()` that have no meaning here are ignored, not refused"
+        warn_of_missing("GenerationConfig._get_default_generation_params", consequence)
+        return True
+    return value in (getattr(model_config, name, None), defaults().get(name))
+
+
+def is_callers_cache(cache: Cache) -> bool:
+    """Whether the caller of `generate()` gave the cache, so that what is in it later must be what is expected there.
+
+    True as well where it cannot be known, because Transformers does not mark these caches as it used to.
+    """
+    marks = _uses(getattr(GenerationMixin, "_prepare_cache_for_generation", None), "_is_user_defined")
+    return getattr(cache, "_is_user_defined", not marks)
+
+
+def longest_static_cache(model: PreTrainedModel) -> int:
+    """Tokens that the longest static cache has room for that `generate()` has made for the model so far."""
+    return getattr(model, "_previous_max_cache_length", 0)
+
+
+def compiles_forward(
+    model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> bool:
+    """Whether `generate()` would compile the model's forward after prefill."""
+    criteria = getattr(model, "_valid_auto_compile_criteria", None)
+    if criteria is not None:
+        return criteria(model_kwargs, generation_config)
+    cache = cache_of(model_kwargs)
+    if cache is not None and cache.is_compileable and type(cache) is not DynamicCache:
+        warn_of_missing("GenerationMixin._valid_auto_compile_criteria", "The model runs without `torch.compile`")
+    return False
+
+
+def default_compile_config(model: PreTrainedModel) -> CompileConfig:
+    """How `generate()` compiles a model's forward if it is not told."""
+    return getattr(model, "_default_compile_config", CompileConfig)()
+
+
+def _uses(function: Any, name: str) -> bool:
+    """Whether the code of a function reads or writes an attribute of this name."""
+    code = getattr(function, "__code__", None)
+    return isinstance(code, CodeType) and name in code.co_names
