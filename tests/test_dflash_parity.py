@@ -88,6 +88,20 @@ def rounds(theirs: nn.Module, committed: list[int]) -> Iterator[tuple[int, int, 
         yield count, root, features, block, hidden
 
 
+@torch.no_grad()
+def test_jetspec() -> None:
+    """`causal_head` in `dflash_config` is `is_causal`, which is all that sets JetSpec apart."""
+    config = checkpoint_config("new")
+    theirs, _ = make_pair(config | {"is_causal": True})
+    config["dflash_config"]["causal_head"] = True
+    ours = DFlashDraftModel(read_dflash_config(Checkpoint("test", raw_config=config))).eval()
+    ours.load_state_dict(theirs.state_dict())
+    cache = DFlashContextCache()
+    for count, root, features, block, expected in rounds(theirs, COMMITTED):
+        hidden = ours(block, features, torch.arange(root - count, root + BLOCK)[None], cache)
+        torch.testing.assert_close(hidden, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 @pytest.mark.parametrize("layout", ["old", "new"])
 @pytest.mark.parametrize("is_causal", [None, False, True])
 @pytest.mark.parametrize("layer_types", LAYER_TYPES)

@@ -142,6 +142,11 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
         ({"architectures": None, "model_type": "llama"}, r"no drafter.*\[\].*'llama'"),
         ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 4]}}, "`target_layer_ids` holds 4"),
         ({"dflash_config": {"mask_token_id": 64}}, "`mask_token_id` is 64"),
+        ({"dflash_config": {"mask_token_id": 5, "use_gate": True}}, "has 'use_gate' in its config.json, which may"),
+        ({"query_scale": 2.0, "qk_clip": False}, "has 'qk_clip', 'query_scale' in its config.json"),
+        ({"markov_rank": 8}, "has 'markov_rank' in its config.json"),
+        ({"dflash_config": {"mask_token_id": 5, "attention_mode": "mla"}}, "'attention_mode' 'mla', which is not"),
+        ({"target_hidden_size": 64}, "`hidden_size` 32, but `target_hidden_size` 64"),
     ],
 )
 def test_formats_that_are_not_supported(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -156,6 +161,22 @@ def test_missing_weights(tmp_path: Path) -> None:
     del weights["fc.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lacks 1 of the drafter's weights, e.g. 'fc.weight'"):
+        load_drafter(tmp_path)
+
+
+def test_keys_that_change_nothing(tmp_path: Path) -> None:
+    harmless = {"num_anchors": 512, "query_scale": None, "linear_num_key_heads": 16, "pad_token_id": 0}
+    nested = {"mask_token_id": 5, "target_layer_ids": [0, 3], "confidence_head_alpha": 1.0, "attention_mode": "gqa"}
+    write_checkpoint(tmp_path, make_drafter(), **harmless, target_hidden_size=32, dflash_config=nested)
+    assert load_drafter(tmp_path).config.target_layer_ids == [0, 3]
+
+
+def test_weights_of_another_kind(tmp_path: Path) -> None:
+    drafter = make_drafter()
+    write_checkpoint(tmp_path, drafter)
+    weights = drafter.state_dict() | {"markov_head.markov_w1.weight": torch.zeros(64, 4)}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="holds 1 weights .* e.g. 'markov_head.markov_w1.weight'"):
         load_drafter(tmp_path)
 
 

@@ -196,6 +196,9 @@ def change_config(folder: Path, **changes: Any) -> None:
         ({"transformer_layer_config": {"model_type": "no such model"}}, "'no such model'"),
         ({"transformer_layer_config": {"model_type": "gpt2"}}, "without 'attention_bias', .*'rope_parameters'"),
         ({"transformer_layer_config": {**SIZES, "vocab_size": 65}}, "`vocab_size` 65, but the target.* 64"),
+        ({"transformer_layer_config": {**SIZES, "qk_clip": 2}}, "has 'qk_clip' in its `transformer_layer_config`"),
+        ({"markov_rank": 8, "use_gate": False}, "has 'markov_rank', 'use_gate' in its config.json"),
+        ({"target_hidden_size": 64}, "`hidden_size` 32, but `target_hidden_size` 64"),
     ],
 )
 def test_checkpoints_that_do_not_fit(

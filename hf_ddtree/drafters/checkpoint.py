@@ -74,16 +74,20 @@ class Checkpoint:
         config.name_or_path = self.name
         return config
 
-    def load(self, model_class: Any, target_model: PreTrainedModel | None, **kwargs: Any) -> PreTrainedModel:
+    def load(
+        self, model_class: Any, target_model: PreTrainedModel | None, refuse_unknown: bool = False, **kwargs: Any
+    ) -> PreTrainedModel:
         """Loads a drafter with `from_pretrained`; by default in the target's dtype, next to the target's output head.
 
         Args:
             model_class: A model class, or one of Transformers' auto classes.
             target_model: The target; None leaves dtype and device as `from_pretrained` chooses them.
+            refuse_unknown: Whether weights that the class does not know are refused, as they belong to a drafter that
+                computes something else.
             **kwargs: Passed to `from_pretrained`.
 
         Raises:
-            ValueError: If the checkpoint lacks weights.
+            ValueError: If the checkpoint lacks weights, or holds unknown ones that are refused.
         """
         options = self.options | kwargs
         if target_model is not None:
@@ -93,6 +97,11 @@ class Checkpoint:
             raise ValueError(
                 f"The checkpoint {self.name!r} lacks {len(missing)} of the drafter's weights, e.g. {missing[0]!r}. "
                 "Download it again, or check that its config.json belongs to its weights."
+            )
+        if refuse_unknown and (unknown := sorted(info["unexpected_keys"])):
+            raise ValueError(
+                f"The checkpoint {self.name!r} holds {len(unknown)} weights that a {type(drafter).__name__} does not "
+                f"have, e.g. {unknown[0]!r}, so it is a drafter of another kind. Use another drafter."
             )
         if target_model is not None and "device_map" not in options:
             drafter.to(execution_device(target_model.get_output_embeddings()))

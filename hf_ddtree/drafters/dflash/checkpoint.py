@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformers import PreTrainedModel
 
 from ..checkpoint import Checkpoint
 from ..speculators.layout import read_speculators_settings
+from ..zlab.layout import projector_type, read_zlab_settings
 from .config import DFlashConfig
 from .model import DFlashDraftModel
-
-# Settings that z-lab keeps in `dflash_config` or, in other files, at the top level.
-NESTED_SETTINGS = (
-    "block_size",
-    "target_layer_ids",
-    "mask_token_id",
-    "is_causal",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-)
 
 
 def is_dflash(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint holds a DFlash drafter of the first version, in any layout."""
     if checkpoint.speculators_type is not None:
         return checkpoint.speculators_type == "dflash"
-    return checkpoint.model_type == DFlashConfig.model_type or "DFlashDraftModel" in checkpoint.architectures
+    is_published = "DFlashDraftModel" in checkpoint.architectures and projector_type(checkpoint) == "dflash"
+    return is_published or checkpoint.model_type == DFlashConfig.model_type
 
 
 def read_dflash_config(checkpoint: Checkpoint) -> DFlashConfig:
@@ -40,35 +29,7 @@ def read_dflash_config(checkpoint: Checkpoint) -> DFlashConfig:
         return DFlashConfig.from_dict(checkpoint.raw_config)
     if checkpoint.speculators_type is not None:
         return DFlashConfig(**read_speculators_settings(checkpoint))
-    return read_nested_config(checkpoint, DFlashConfig)
-
-
-def read_nested_config(
-    checkpoint: Checkpoint, config_class: type[DFlashConfig], required: Sequence[str] = ()
-) -> DFlashConfig:
-    """Reads a config in z-lab's layout: a Qwen3 config, with the drafter's settings in `dflash_config` or beside it.
-
-    Args:
-        checkpoint: The checkpoint.
-        config_class: The class of the result.
-        required: Settings besides `NESTED_SETTINGS`, which must be there.
-
-    Raises:
-        ValueError: If a setting is missing or out of range.
-    """
-    raw_config = checkpoint.raw_config
-    nested = raw_config.get("dflash_config") or {}
-    names = (*NESTED_SETTINGS, *required)
-    settings = {key: raw_config[key] for key in names if raw_config.get(key) is not None}
-    settings |= {key: nested[key] for key in names if nested.get(key) is not None}
-    if missing := [key for key in required if key not in settings]:
-        raise ValueError(
-            f"The checkpoint {checkpoint.name!r} is a DFlash 2 drafter, but its config.json has no {missing}. "
-            "Download it again, or set them, in `dflash_config` or beside it, to what it was trained with."
-        )
-    dropped = {"architectures", "auto_map", "dflash_config", "model_type", "transformers_version", *names}
-    kept = {key: value for key, value in raw_config.items() if key not in dropped}
-    return config_class.from_dict({**kept, **settings})
+    return DFlashConfig.from_dict(read_zlab_settings(checkpoint, "DFlash"))
 
 
 def load_dflash(
@@ -82,7 +43,7 @@ def load_dflash(
     Raises:
         ValueError: If the checkpoint lacks weights, or its reduced vocabulary is not one of distinct target tokens.
     """
-    drafter: DFlashDraftModel = checkpoint.load(model_class, target_model, config=config)
+    drafter: DFlashDraftModel = checkpoint.load(model_class, target_model, refuse_unknown=True, config=config)
     if (token_ids := drafter.target_token_ids) is not None:
         lowest, highest = int(token_ids.min()), int(token_ids.max())
         if lowest < 0 or highest >= config.vocab_size or len(token_ids.unique()) < len(token_ids):

@@ -159,7 +159,10 @@ class DFlashDraftModel(PreTrainedModel):
     _no_split_modules = ["DFlashLayer"]
     _supports_sdpa = True
     # What the speculators library writes of the target's.
-    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\.", r"^verifier_", "^t2d$", "^d2t$"]
+    _keys_to_ignore_on_load_unexpected = [
+        *(r"^embed_tokens\.", r"^lm_head\.", r"^verifier_", "^t2d$", "^d2t$"),
+        r"rotary_emb\.inv_freq$",
+    ]
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)

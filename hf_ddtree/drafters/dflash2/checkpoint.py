@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..checkpoint import Checkpoint
-from ..dflash.checkpoint import read_nested_config
 from ..dflash.config import DFlashConfig
+from ..zlab.layout import nested_settings, read_zlab_settings
 from .config import DFlash2Config
 
 
@@ -12,7 +12,7 @@ def is_dflash2(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint holds a DFlash 2 drafter."""
     if checkpoint.speculators_type is not None:
         return False
-    architectures, nested = checkpoint.architectures, checkpoint.raw_config.get("dflash_config") or {}
+    architectures, nested = checkpoint.architectures, nested_settings(checkpoint)
     return (
         checkpoint.model_type == DFlash2Config.model_type
         or "DFlash2DraftModel" in architectures
@@ -29,4 +29,4 @@ def read_dflash2_config(checkpoint: Checkpoint) -> DFlashConfig:
     if checkpoint.model_type == DFlash2Config.model_type:
         return DFlash2Config.from_dict(checkpoint.raw_config)
     required = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    return read_nested_config(checkpoint, DFlash2Config, required)
+    return DFlash2Config.from_dict(read_zlab_settings(checkpoint, "DFlash 2", required))

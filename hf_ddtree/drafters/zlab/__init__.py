@@ -1,0 +1,1 @@
+"""Checkpoints in the layout that z-lab publishes."""

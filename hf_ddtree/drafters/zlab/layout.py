@@ -1,0 +1,90 @@
+"""Drafters in the layout that z-lab publishes, which JetSpec and SpecForge share.
+
+Their `config.json` is that of a Qwen3 model. The drafter's own settings are in `dflash_config`, or beside it in some
+files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import Qwen3Config
+
+from ..checkpoint import Checkpoint
+from ..config_keys import fields_of, refuse_unknown_keys, require_target_width
+
+# The settings of every drafter in this layout.
+SETTINGS = (
+    "block_size",
+    "target_layer_ids",
+    "mask_token_id",
+    "is_causal",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+# Other names of `is_causal`: JetSpec's, and that of vLLM.
+CAUSAL = ("is_causal", "causal_head", "causal")
+# Keys of which only these values mean what is computed here.
+ONLY = {"attention_mode": ("gqa", "mha"), "dspark_backbone_conv_enabled": (False,), "use_swa": (False,)}
+# What else there may be.
+_LAYOUT = ("architectures", "dflash_config", "projector_type", "target_hidden_size", "transformers_version")
+
+
+def nested_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The contents of `dflash_config`; empty if there are none."""
+    return checkpoint.raw_config.get("dflash_config") or {}
+
+
+def projector_type(checkpoint: Checkpoint) -> str:
+    """What SpecForge says is on top of the DFlash layers; `"dflash"` for nothing."""
+    return nested_settings(checkpoint).get("projector_type") or "dflash"
+
+
+def read_zlab_settings(
+    checkpoint: Checkpoint, kind: str, required: Sequence[str] = (), optional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The settings of a drafter's config, those of `dflash_config` before those beside it.
+
+    Args:
+        checkpoint: The checkpoint.
+        kind: What to call the drafter in messages.
+        required: Settings of this kind, besides `SETTINGS`, that must be there.
+        optional: Settings of this kind that may be there.
+
+    Raises:
+        ValueError: If a setting is missing, or a key is not known or has a value that is not.
+    """
+    sources = checkpoint.raw_config, nested_settings(checkpoint)
+    given = {key: value for source in sources for key, value in source.items() if value is not None}
+    if missing := [key for key in required if key not in given]:
+        raise ValueError(
+            f"The checkpoint {checkpoint.name!r} is a {kind} drafter, but its config.json has no {missing}. Download "
+            "it again, or set them, in `dflash_config` or beside it, to what it was trained with."
+        )
+    layer_settings = fields_of(Qwen3Config)
+    own = (*SETTINGS, "num_target_layers", *required, *optional)
+    refuse_unknown_keys(checkpoint, given, layer_settings.union(own, CAUSAL, ONLY, _LAYOUT))
+    _refuse_other_values(checkpoint, given)
+    require_target_width(checkpoint, given.get("hidden_size"), given.get("target_hidden_size"))
+    causal = {key: bool(given[key]) for key in CAUSAL if key in given}
+    if len(set(causal.values())) > 1:
+        raise ValueError(
+            f"The checkpoint {checkpoint.name!r} says that its blocks are causal and that they are not: {causal}. "
+            "Keep the one in its config.json that it was trained with."
+        )
+    settings = {
+        key: value for key, value in checkpoint.raw_config.items() if key in layer_settings.difference(_LAYOUT)
+    }
+    settings |= {key: given[key] for key in own if key in given}
+    return settings | ({"is_causal": any(causal.values())} if causal else {})
+
+
+def _refuse_other_values(checkpoint: Checkpoint, given: dict[str, Any]) -> None:
+    for key, allowed in ONLY.items():
+        if key in given and given[key] not in allowed:
+            raise ValueError(
+                f"The checkpoint {checkpoint.name!r} has a config.json with {key!r} {given[key]!r}, which is not "
+                f"supported; it may be {' or '.join(map(repr, allowed))}. Use another drafter."
+            )
