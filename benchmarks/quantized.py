@@ -4,7 +4,7 @@
 
 Greedy. For every way to run the target: on how many prompts its output by tree is its plain output, tokens per target
 forward, and, where an output differs, whether standard decoding's two candidates there are a near tie. Needs
-bitsandbytes and accelerate: pip install hf-ddtree[quantization].
+bitsandbytes and accelerate: pip install accelerate bitsandbytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from bitsandbytes.functional import has_avx512bf16
 from measure import RESULTS, save
 from rich.console import Console
 from rich.progress import track
@@ -29,6 +28,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 import hf_ddtree
 from hf_ddtree.demo import demo_prompts
 from hf_ddtree.testing import compare
+
+try:
+    from bitsandbytes.functional import has_avx512bf16
+except ModuleNotFoundError as error:
+    raise SystemExit("This benchmark needs bitsandbytes: pip install accelerate bitsandbytes") from error
+
 
 PAIR = files("hf_ddtree") / "demo_pair"
 # The projections whose width the 4-bit kernels do not divide. A list of one's own replaces the default one, which is

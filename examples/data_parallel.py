@@ -5,7 +5,7 @@
 
 Every line of the input has its prompt under `prompt`, `text`, `question` or `turns`; the output has the same lines in
 the same order, and a `completion` in each. A run that was interrupted goes on where it stopped, with any number of
-processes.
+processes. Needs Accelerate: pip install accelerate
 """
 
 import json
@@ -14,13 +14,17 @@ from typing import Annotated
 
 import torch
 import typer
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import hf_ddtree
-from hf_ddtree.benchmark import prompt_of
+from hf_ddtree.benchmark import load_prompts
+
+try:
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+except ModuleNotFoundError as error:
+    raise SystemExit("This example needs Accelerate: pip install accelerate") from error
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -30,9 +34,14 @@ def main(
     prompts: Path,
     completions: Path,
     target: Annotated[str | None, typer.Option(help="Folder or hub id; the pair that ships by default.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Folder or hub id of the target's drafter.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Its drafter; prompt lookup by default.")] = None,
     max_new_tokens: int = 128,
 ) -> None:
+    try:
+        texts = load_prompts(str(prompts))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    lines = [json.loads(line) for line in prompts.read_text(encoding="utf-8").split("\n") if line.strip()]
     state = PartialState(cpu=not torch.cuda.is_available())
     if target is None:
         model, draft_model, tokenizer = hf_ddtree.load_demo()
@@ -40,10 +49,9 @@ def main(
     else:
         model = AutoModelForCausalLM.from_pretrained(target, dtype="auto", device_map={"": state.device})
         tokenizer = AutoTokenizer.from_pretrained(target)
-        draft_model = hf_ddtree.load_drafter(drafter, target_model=model)
+        draft_model = None if drafter is None else hf_ddtree.load_drafter(drafter, target_model=model)
+    drafting = {"tree_lookup": True} if draft_model is None else {"assistant_model": draft_model}
 
-    lines = [json.loads(line) for line in prompts.read_text().splitlines() if line.strip()]
-    texts = [prompt_of(line) for line in lines]
     parts = sorted(completions.parent.glob(f"{completions.name}.part*"))
     done = {json.loads(line)["line"] for part in parts for line in part.read_text().splitlines()}
     left = [number for number in range(len(lines)) if number not in done]
@@ -57,8 +65,8 @@ def main(
                 **inputs,
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
-                assistant_model=draft_model,
                 generation_strategy="ddtree",
+                **drafting,
                 return_dict_in_generate=True,
             )
             new_tokens = output.sequences[0, inputs.input_ids.shape[1] :]

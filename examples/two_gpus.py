@@ -4,6 +4,8 @@
     python examples/two_gpus.py --target Qwen/Qwen3.5-27B --drafter z-lab/Qwen3.5-27B-DFlash --run
     python examples/two_gpus.py --cpu          # the same code, the pair that ships on CPU and disk
 
+Needs Accelerate: pip install accelerate
+
 Left to itself, `device_map="auto"` fills the first GPU with weights, and the cache finds no room. So what grows while
 decoding is counted beforehand, and kept free by `max_memory`.
 """
@@ -14,13 +16,17 @@ from typing import Annotated
 
 import torch
 import typer
-from accelerate import infer_auto_device_map, init_empty_weights
-from accelerate.utils import compute_module_sizes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen3_5TextConfig
 from transformers.utils import logging
 
 import hf_ddtree
 from hf_ddtree.target.weights import execution_device
+
+try:
+    from accelerate import infer_auto_device_map, init_empty_weights
+    from accelerate.utils import compute_module_sizes
+except ModuleNotFoundError as error:
+    raise SystemExit("This example needs Accelerate: pip install accelerate") from error
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,13 @@ from .tree.shape import TreeShape
 
 
 class OracleTreeCandidateGenerator(TreeCandidateGenerator):
-    """Hides the continuation that plain decoding gives among branches that it does not.
+    """Hides standard decoding's continuation among branches with other tokens.
 
     Tests with a drafter that is never right test rejection alone. This one is right as often as it is told to be, and
     what is right is never the first child of its parent, so that the accepted path is never a prefix of the tree.
 
     Args:
-        sequences: `(batch, length)` or `(length,)`, tokens of the prompts and of what plain decoding makes of them.
+        sequences: `(batch, length)` or `(length,)`, tokens of the prompts and of standard decoding's outputs.
         vocab_size: Distractors are drawn from the tokens below.
         accuracy: Probability that the tree goes on with the right token at a depth, given that it did so far.
         max_depth: Depth of the deepest node.
@@ -97,7 +98,7 @@ class SetAccuracyGenerator(TreeCandidateGenerator):
     Which rank it has is the same whenever the position is drafted, so that chains and trees get the same drafts.
 
     Args:
-        sequence: `(length,)`, tokens of the prompt and of what plain decoding makes of it.
+        sequence: `(length,)`, tokens of the prompt and of standard decoding's output.
         vocab_size: What else it drafts is drawn from the tokens below.
         accuracy: `a`, how often its first guess at a position is right.
         shape: As in `DDTreeConfig.tree_shape`.
@@ -148,15 +149,15 @@ class SetAccuracyGenerator(TreeCandidateGenerator):
 
 @dataclass(frozen=True)
 class Comparison:
-    """An output by tree next to plain decoding's, where both are subject to rounding.
+    """Tree decoding's output next to standard decoding's, where both are subject to rounding.
 
     Attributes:
         step: The first token that differs, counted from the first generated one; None if all are equal.
-        gap: By how much plain decoding's logit of its own token there is above that of the other; None if none
+        gap: By how much standard decoding's logit of its own token there is above that of the other; None if none
             differs, infinite if one output ends there.
         deviation: Greatest difference between their logits, up to the first token that differs and at it.
-        noise: Greatest difference that rounding makes without any tree: between the logits of plain decoding's tokens
-            fed one at a time and fed all together.
+        noise: Greatest difference that rounding makes without any tree: between the logits of standard decoding's
+            tokens fed one at a time and fed all together.
     """
 
     step: int | None
@@ -165,18 +166,36 @@ class Comparison:
     noise: float
 
 
+def _check_has_logits(name: str, output: Any) -> None:
+    advice = "Generate both with `return_dict_in_generate=True, output_logits=True`."
+    if not hasattr(output, "sequences"):
+        raise TypeError(
+            f"`{name}` must be an output of `generate()` with logits, but is a `{type(output).__name__}`. {advice}"
+        )
+    if not getattr(output, "logits", None):
+        raise ValueError(f"`{name}` has no logits to compare. {advice}")
+    if len(output.sequences) > 1:
+        raise ValueError(f"`{name}` has {len(output.sequences)} rows, but must have one. Compare prompt by prompt.")
+
+
 @torch.no_grad()
 def compare(model: PreTrainedModel, plain: GenerateDecoderOnlyOutput, tree: GenerateDecoderOnlyOutput) -> Comparison:
-    """Compares an output by tree with plain decoding's in a precision where rounding can tip near ties.
+    """Compares tree decoding's output with standard decoding's in a precision where rounding can tip near ties.
 
     Both are computed from other sums of the same terms. If rounding moves no logit by more than `noise`, a token can
-    only differ where plain decoding's two candidates are at most `2 * noise` apart.
+    only differ where standard decoding's two candidates are at most `2 * noise` apart.
 
     Args:
         model: The target.
         plain, tree: What `generate()` returned for one prompt without padding, by greedy search with
-            `return_dict_in_generate=True` and `output_logits=True`.
+            `return_dict_in_generate=True` and `output_logits=True`: standard decoding's output, and tree decoding's.
+
+    Raises:
+        ValueError: If an output has no logits, or is of several rows.
+        TypeError: If an output is a tensor of tokens alone.
     """
+    for name, output in (("plain", plain), ("tree", tree)):
+        _check_has_logits(name, output)
     one_at_a_time, by_tree = (torch.cat(output.logits).float() for output in (plain, tree))
     first = plain.sequences.shape[1] - len(one_at_a_time)
     together = model(plain.sequences[:, :-1]).logits[0, first - 1 :].float()

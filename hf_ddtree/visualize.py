@@ -1,14 +1,53 @@
-"""Draws a draft tree in the terminal."""
+"""Draws a draft tree in the terminal, whatever characters that has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.text import Text
 from rich.tree import Tree
-from transformers import PreTrainedTokenizerBase
 
 from .tree.draft_tree import DraftTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BARS = "▁▂▃▄▅▆▇█"
+CHECK_MARK = "✓"
+# What is drawn where the console's encoding lacks a character.
+_REPLACEMENTS = str.maketrans({CHECK_MARK: "*", **{bar: str(height) for height, bar in enumerate(BARS, start=1)}})
+
+
+class EncodableText:
+    """Text for `rich` in characters that the console's encoding has: marks get simpler, others become escapes.
+
+    Args:
+        parts: Texts with their styles.
+    """
+
+    def __init__(self, *parts: tuple[str, str]) -> None:
+        self.parts = parts
+
+    def __str__(self) -> str:
+        return "".join(text for text, _ in self.parts)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text.assemble(*((encodable(text, options.encoding), style) for text, style in self.parts))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, encodable(str(self), options.encoding))
+
+
+def encodable(text: str, encoding: str) -> str:
+    """The text in characters that an encoding has."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_REPLACEMENTS).encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def draw_tree(
@@ -17,12 +56,12 @@ def draw_tree(
     accepted_path: Sequence[int] = (),
     next_token_id: int | None = None,
 ) -> Tree:
-    """Draws a tree for `rich.print`, each node with its token and the probability that the drafter gave to its path.
+    """Draws a tree for `rich.print`, each node with its token and the probability that the drafter gives to its path.
 
     Args:
         tree: What to draw.
         tokenizer: Gives the text of tokens; their ids are drawn without it.
-        accepted_path: The nodes that the target took, which are marked.
+        accepted_path: The nodes that the target accepted, which are marked.
         next_token_id: The target's own pick below the last of `accepted_path`, drawn as one more node.
     """
     parents = tree.parents.tolist()
@@ -36,14 +75,13 @@ def draw_tree(
     for node, token_id in enumerate(tree.token_ids.tolist()):
         style = "bold green" if node in accepted else "dim"
         if node == 0:
-            drawn.append(Tree(Text(token(token_id), style=style), guide_style="dim"))
+            drawn.append(Tree(EncodableText((token(token_id), style)), guide_style="dim"))
             continue
-        label = Text.assemble((token(token_id), style), (f"  {probabilities[node]:.1%}", "dim"))
-        if node in accepted:
-            label.append(" ✓", style)
+        mark = f" {CHECK_MARK}" if node in accepted else ""
+        label = EncodableText((token(token_id), style), (f"  {probabilities[node]:.1%}", "dim"), (mark, style))
         drawn.append(drawn[parents[node]].add(label))
     if accepted_path and next_token_id is not None:
         drawn[accepted_path[-1]].add(
-            Text.assemble((token(next_token_id), "bold yellow"), ("  the target's pick", "dim"))
+            EncodableText((token(next_token_id), "bold yellow"), ("  the target's pick", "dim"))
         )
     return drawn[0]

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.families import make_model
 from helpers.native_pair import make_native_drafter, make_native_target
 from rich.console import Console
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 import hf_ddtree
@@ -148,20 +149,21 @@ def test_it_goes_on_where_it_was_stopped(demo: tuple[Any, Any, Any], tmp_path: P
     with pytest.raises(Stopped):
         measure(demo, methods, output_dir=tmp_path, on_run=stop_at)
     before = (tmp_path / "runs-0.jsonl").read_text()
-    written = [json.loads(line) for line in before.splitlines() if line]
+    written = [json.loads(line) for line in before.splitlines()]
     # Of the second batch, the run that plain decoding's is still to be compared with.
     assert [(run["batch"], run["method"]) for run in written] == [(0, "plain"), (0, "tree:4"), (1, "tree:4")]
     assert not (tmp_path / "report.json").exists()
-    (tmp_path / "runs-0.jsonl").write_text(before + '\n{"temperature": 0.0, "bat')
+    (tmp_path / "runs-0.jsonl").write_text(before + '{"temperature": 0.0, "bat')
     counts: list[tuple[int, int]] = []
     report = measure(demo, methods, output_dir=tmp_path, on_run=lambda *count: counts.append(count))
     assert counts == [(3, 6), (4, 6), (5, 6), (6, 6)] and len(report.runs) == 6
     assert all(run["identical"] is True for run in report.runs)
-    assert (tmp_path / "runs-0.jsonl").read_text().startswith(before)
+    after = (tmp_path / "runs-0.jsonl").read_text()
+    assert after.startswith(before) and len([json.loads(line) for line in after.splitlines()]) == 6
     assert Report.load(tmp_path / "report.json").runs == report.runs
     wrong = written[-1] | {"tokens_of_rows": [[0] * NEW_TOKENS]}
     with (tmp_path / "runs-0.jsonl").open("a") as file:
-        file.write("\n" + json.dumps(wrong))
+        file.write(json.dumps(wrong))
     report = measure(demo, methods, output_dir=tmp_path)
     assert [run["batch"] for run in report.runs if run["identical"] is False] == [1]
     with pytest.raises(ValueError, match="other settings \\(`max_new_tokens`\\)"):
@@ -184,19 +186,20 @@ def test_the_command_tells_what_it_measured(tmp_path: Path) -> None:
     for expected in (
         "demo_pair/target in bfloat16; drafter demo_pair/drafter; ",
         f"; {machine['device']}, {machine['threads']} thread",
-        "; 2 prompts, 2 at a time; 2 new tokens; ",
-        f"; results in {tmp_path}\n",
+        "; 2 prompts, 2 at a time; 2 new tokens\n",
+        f"\nResults in {tmp_path}\n",
     ):
-        assert expected in first.stdout
-    assert again.stdout.splitlines()[0] == f"All 2 runs are in {tmp_path} already."
-    assert again.stdout.splitlines()[1:] == first.stdout.splitlines()
+        assert expected in first.stdout.replace(" \n", " ").replace("\n2", "2")
+    assert max(len(line) for line in first.stdout.splitlines() if str(tmp_path) not in line) <= 80
+    assert again.stderr == f"All 2 runs are in {tmp_path} already.\n" and first.stderr == ""
+    assert again.stdout == first.stdout
 
 
 def test_the_command_says_that_nothing_is_drawn_without_matplotlib(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("hf_ddtree.cli.bench.find_spec", lambda name: None)
     arguments = ["--limit", "1", "--max-new-tokens", "2", "--method", "tree:2", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "80"})
-    assert "No report.png is drawn, as matplotlib is not installed." in result.output
+    assert "No report.png is drawn, as matplotlib is not installed: pip install matplotlib." in result.stderr
     assert not (tmp_path / "report.png").exists()
 
 
@@ -231,7 +234,7 @@ def test_processes_share_the_batches(tmp_path: Path) -> None:
         run = subprocess.run([*command, *arguments], env=environment, check=True, capture_output=True, text=True)
         assert ("tree:2" in run.stdout) == (rank == 1)
     by_rank = [
-        {json.loads(line)["batch"] for line in (tmp_path / f"runs-{rank}.jsonl").read_text().split("\n")[1:]}
+        {json.loads(line)["batch"] for line in (tmp_path / f"runs-{rank}.jsonl").read_text().splitlines()}
         for rank in range(2)
     ]
     assert by_rank == [{0, 2}, {1, 3}]
@@ -262,7 +265,7 @@ def test_what_a_round_is_made_of(tmp_path: Path) -> None:
     report = report_of({"plain": [1.0], "tree:8": [0.5]})
     report.runs[1] |= rounds
     table = report.rounds_table()
-    cells = [list(column.cells) for column in table.columns]
+    cells = [list(map(str, column.cells)) for column in table.columns]
     assert cells == [["tree:8"], ["2.00"], ["10.00"], ["█▄ ▁           ▂"], ["3"]]
     report.save(tmp_path / "report.json")
     plain, tree = json.loads((tmp_path / "report.json").read_text())["summary"]
@@ -342,19 +345,54 @@ def test_plot(demo: tuple[Any, Any, Any], tmp_path: Path) -> None:
 
 
 def test_prompts_from_files(tmp_path: Path) -> None:
-    lines = [{"prompt": "a"}, {"question": "b"}, {"turns": ["c", "d"]}, {"text": "e", "other": 1}]
-    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    lines = [{"prompt": "a"}, {"question": "b"}, {"turns": ["c", "d"]}, {"text": "e\u2028", "other": 1}]
+    texts = [json.dumps(line, ensure_ascii=False) for line in lines]
+    (tmp_path / "p.jsonl").write_text("\ufeff" + "\r\n".join(texts) + "\n\n", encoding="utf-8")
     (tmp_path / "p.txt").write_text("one\n\ntwo\n")
-    assert load_prompts(str(tmp_path / "p.jsonl"), 9) == ["a", "b", "c", "e"]
+    assert load_prompts(str(tmp_path / "p.jsonl")) == ["a", "b", "c", "e\u2028"]
     assert load_prompts(str(tmp_path / "p.txt"), 1) == ["one"]
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"answer": 1}\n')
-    with pytest.raises(ValueError, match="Line 2 of .* is no JSON object with one of 'prompt'"):
-        load_prompts(str(tmp_path / "bad.jsonl"), 9)
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(ValueError, match="holds no prompts"):
         load_prompts(str(tmp_path / "empty.txt"), 9)
     with pytest.raises(ValueError, match="no file. Give a JSONL or text file, or one of gsm8k"):
         load_prompts("gsm9k", 9)
+
+
+WRONG_LINES = {
+    '{"prompt": ""}': "'prompt' is empty.",
+    '{"turns": [" "]}': "'turns' is empty.",
+    '{"turns": []}': "'turns' must be a text, or a list that begins with one, but is [].",
+    '{"text": null}': "'text' must be a text, or a list that begins with one, but is None.",
+    '{"answer": 1}': "the object has none of 'prompt', 'text', 'question', 'turns', but 'answer'.",
+    "{}": "the object has none of 'prompt', 'text', 'question', 'turns', but nothing.",
+    "[1]": "[1] is no object with one of 'prompt', 'text', 'question', 'turns'.",
+    '{"prompt"': "no JSON (Expecting ':' delimiter at column 10).",
+    '{"prompt": "\udcff"}': "no UTF-8 (byte 0xff at place 13).",
+}
+
+
+@pytest.mark.parametrize("line", WRONG_LINES)
+def test_wrong_lines_are_named_before_anything_is_loaded(line: str, tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(f'{{"prompt": "a"}}\n\n{line}\n{{"prompt": "b"}}'.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError) as raised:
+        load_prompts(str(path))
+    assert str(raised.value) == f"{path}, line 3: {WRONG_LINES[line]}"
+    assert load_prompts(str(path), 1) == ["a"]
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
+    assert "line 3: " in said("bench", "--prompts", str(path))
+
+
+def test_of_many_wrong_lines_some_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("{}\n" * 8)
+    with pytest.raises(ValueError, match="line 5: .*\nand 3 more lines.$"):
+        load_prompts(str(tmp_path / "p.jsonl"))
+
+
+def test_empty_prompts_are_refused(demo: tuple[Any, Any, Any]) -> None:
+    for prompts, reason in (([], "`prompts` is empty"), (["a", " "], r"empty texts at \[1\]")):
+        with pytest.raises(ValueError, match=reason):
+            benchmark(demo[0], demo[2], prompts, methods_of(demo))
 
 
 @pytest.mark.parametrize("name", ["tree", "tree:0", "spine:x", "lookup+tree:-1"])
@@ -401,7 +439,8 @@ def said(*arguments: str) -> str:
         (["/no/such/folder"], "for TARGET: The target '/no/such/folder' does not exist."),
         (["./such"], "for TARGET: The target './such' does not exist."),
         ([demo_folders()[1]], "is a drafter. Name its target first"),
-        ([demo_folders()[0]], "`--prompts` is missing: only the target `demo`"),
+        ([demo_folders()[0], "--method", "auto"], "`--method` has 'auto', which needs a drafter, but `--drafter` is"),
+        (["--json", "--compare", "a", "b"], "`--json` is for measurements"),
         (["--drafter", "a/b/c"], "for --drafter: The drafter 'a/b/c' does not exist."),
         (
             ["--drafter", "no/such"],
@@ -472,9 +511,37 @@ def test_labels_of_drafters(names: list[str], labels: list[str]) -> None:
 
 
 def test_methods_that_draft_need_a_drafter(demo: tuple[Any, Any, Any]) -> None:
-    with pytest.raises(ValueError, match="'auto' needs a drafter"):
+    with pytest.raises(ValueError, match="'auto', which needs a drafter, but `drafters` is empty"):
         make_methods(["auto"], {})
-    with pytest.raises(ValueError, match="Transformers' own, which cannot draft with a `DFlash"):
+    with pytest.raises(ValueError, match="Transformers' own assisted decoding, which cannot draft with a `DFlash"):
         make_methods(["assisted"], {"drafter": demo[1]})
     names = [method.name for method in make_methods(["lookup", "auto"], {"a": demo[1], "b": demo[1]})]
     assert names == ["plain", "lookup", "auto a", "auto b"]
+
+
+def test_a_folder_alone_is_measured_with_lookup_on_the_prompts_that_ship(tmp_path: Path) -> None:
+    """A chat model without a drafter, and without a token to pad with."""
+    folder = tmp_path / "target"
+    make_model("llama", "sdpa", vocab_size=512).save_pretrained(folder)
+    tokenizer = hf_ddtree.load_demo()[2]
+    tokenizer.pad_token = None
+    tokenizer.chat_template = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    command = ["bench", str(folder), "--limit", "2", "--batch-size", "2", "--max-new-tokens", "6", "--json"]
+    result = CliRunner().invoke(app, [*command, "--dtype", "float32"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["about"]["settings"]["methods"] == ["plain", "lookup", "assisted:lookup"]
+    assert report["about"]["settings"]["prompts"] == 2 and report["about"]["settings"]["drafters"] == []
+    plain, lookup, assisted = report["summary"]
+    assert lookup["identical"] == lookup["compared"] == 1
+    assert "batch_size = 1" in assisted["refused"]
+    result = CliRunner().invoke(app, [*command, "--dtype", "float32", "--batch-size", "1"])
+    assert [entry["identical"] for entry in json.loads(result.stdout)["summary"]] == [2, 2, 2]
+
+
+def test_messages_and_the_progress_bar_do_not_share_a_line(tmp_path: Path) -> None:
+    arguments = ["--limit", "1", "--max-new-tokens", "2", "--method", "tree:2", "--output", str(tmp_path), "--json"]
+    result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "80"})
+    assert json.loads(result.stdout) == json.loads((tmp_path / "report.json").read_text())
+    assert result.stderr == ""

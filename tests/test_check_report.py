@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -204,7 +205,6 @@ def test_drafters(tmp_path):
     report = hf_ddtree.check(make_config("qwen3_5"), PAIR / "drafter")
     assert report.supported and report.drafter_fits is False
     assert "hidden_size" in report.drafter_reason and report.call is None
-    assert "'DRAFTER'" in hf_ddtree.check(make_config("qwen3_5")).call
 
     config = DFlashConfig(
         **{**Qwen3Config(hidden_size=32, num_hidden_layers=1, vocab_size=64).to_dict(), "model_type": "x"},
@@ -229,6 +229,30 @@ def test_drafters(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
     report = hf_ddtree.check(target, tmp_path)
     assert report.drafter_fits is False and "is no drafter" in report.drafter_reason
+
+
+def test_without_a_drafter_it_says_what_can_draft(tmp_path):
+    report = hf_ddtree.check(published("Qwen3-8B", tmp_path))
+    assert report.call.endswith('tree_lookup=True, generation_strategy="ddtree", tree_budget="auto")')
+    assert [bool(suggestion.call) for suggestion in report.suggestions] == [False, True, False]
+    assert "Qwen/Qwen3-0.6B" in report.suggestions[1].call
+    report = hf_ddtree.check(make_config("llama"))
+    assert "SMALL_MODEL" in report.suggestions[1].call and "SMALL_MODEL" in report.suggestions[1].what
+    assert not hf_ddtree.check(PAIR / "target", PAIR / "drafter").suggestions
+
+
+@pytest.mark.core
+def test_the_call_without_a_drafter_runs(tmp_path):
+    """As it is printed, with the target loaded from the folder."""
+    shutil.copytree(PAIR / "target", tmp_path / "target")
+    call = hf_ddtree.check(tmp_path / "target").call
+    model, _, tokenizer = hf_ddtree.load_demo()
+    inputs = tokenizer("def read(path):\n", return_tensors="pt")
+    code = call.replace('dtype="auto"', 'dtype="float32"').replace("**inputs", "**inputs, max_new_tokens=24")
+    *before, last = code.splitlines()
+    names = {"inputs": inputs}
+    exec("\n".join([*before, f"out = {last}"]), names)
+    assert torch.equal(names["out"], model.generate(**inputs, max_new_tokens=24))
 
 
 def test_models_that_transformers_does_not_know(tmp_path):
@@ -300,6 +324,12 @@ class TestCommand:
             assert text in result.output
         # To be pasted.
         assert hf_ddtree.check(PAIR / "target", PAIR / "drafter", tree_budget=64).call in result.output
+
+    def test_without_a_drafter(self):
+        result = self.run(PAIR / "target", columns=80)
+        assert result.exit_code == 0, result.output
+        assert hf_ddtree.check(PAIR / "target").call in result.output
+        assert "load_drafter('SMALL_MODEL', target_model=model)" in result.output
 
     def test_json(self):
         result = self.run(PAIR / "target", "--json", "--tree-budget", "64")

@@ -12,8 +12,6 @@ from typer.testing import CliRunner
 import hf_ddtree
 from hf_ddtree.cli import app
 
-runner = CliRunner()
-
 
 @pytest.fixture(autouse=True)
 def verbosity():
@@ -24,8 +22,8 @@ def verbosity():
     logging.enable_progress_bar()
 
 
-def run(*arguments):
-    result = runner.invoke(app, list(arguments), env={"COLUMNS": "100"})
+def run(*arguments, charset="utf-8"):
+    result = CliRunner(charset=charset).invoke(app, list(arguments), env={"COLUMNS": "80"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -104,3 +102,27 @@ def test_demo_fails_if_tokens_differ(monkeypatch):
     result = run("demo", "--prompts", "1", "--max-new-tokens", "4")
     assert result.exit_code == 1
     assert "Not identical on 1 of 1" in result.output
+
+
+MEASURED = ("--max-new-tokens", "8", "--prompts", "1")
+
+
+@pytest.mark.parametrize("charset", ["ascii", "latin-1"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["demo", *MEASURED],
+        ["demo", "--prompt", "# café ✓ 漢字\n", *MEASURED],
+        ["check", "demo"],
+        ["bench", "--limit", "1", "--max-new-tokens", "8", "--method", "tree:4"],
+        ["bench", "--bûdget"],
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_any_encoding(arguments, charset):
+    result = run(*arguments, charset=charset)
+    assert result.exit_code == (2 if "--bûdget" in arguments else 0), result.output
+    assert charset != "ascii" or result.output.isascii()
+    # Code that was completed, and calls to be pasted, are not broken.
+    assert arguments[0] in ("demo", "check") or max(map(len, result.stdout.splitlines()), default=0) <= 80

@@ -1,10 +1,13 @@
 """The examples that show how to spread models and data."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from hf_ddtree import load_demo
 from hf_ddtree.demo import demo_prompts
@@ -31,6 +34,24 @@ def test_the_plan_on_cpu_and_disk():
     assert re.search(r"drafter 4\.\d+ MB\ncpu: .*\ndisk: weights 4\.\d+ MB\n", output)
     assert int(re.search(r"(\d+) tensors are on the disk", output)[1]) > 10
     assert "The tokens are identical" in output
+
+
+WITHOUT_ACCELERATE = "import runpy, sys; sys.modules['accelerate'] = None; runpy.run_path(sys.argv[1], run_name='x')"
+
+
+@pytest.mark.parametrize("name", ["data_parallel.py", "two_gpus.py"])
+def test_a_missing_package_is_named_with_its_installation(name):
+    command = [sys.executable, "-c", WITHOUT_ACCELERATE, EXAMPLES / name]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 1
+    assert finished.stderr == "This example needs Accelerate: pip install accelerate\n"
+
+
+def test_wrong_prompts_are_named(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    command = [sys.executable, EXAMPLES / "data_parallel.py", tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"]
+    finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+    assert finished.returncode == 2 and "prompts.jsonl, line 2: 'prompt' is empty." in finished.stderr
 
 
 def test_data_parallel(tmp_path):

@@ -38,6 +38,22 @@ def test_the_shipped_pair(dtype):
     assert all(output.ddtree_stats.tokens_per_forward > 2 for output in outputs)
 
 
+@pytest.mark.parametrize("name", ["plain", "tree"])
+def test_outputs_without_logits_are_refused(name):
+    model = make_model("llama", "sdpa")
+    ids, options = torch.arange(2, 8)[None], {"max_new_tokens": 4, "do_sample": False}
+    right = model.generate(ids, **options, return_dict_in_generate=True, output_logits=True)
+    rows = model.generate(ids.repeat(2, 1), **options, return_dict_in_generate=True, output_logits=True)
+    without = model.generate(ids, **options, return_dict_in_generate=True)
+    for wrong, error, reason in (
+        (without, ValueError, "has no logits to compare. .*output_logits=True"),
+        (without.sequences, TypeError, "must be an output of `generate..` with logits, but is a `Tensor`"),
+        (rows, ValueError, "has 2 rows"),
+    ):
+        with pytest.raises(error, match=f"`{name}` {reason}"):
+            compare(model, **{"plain": right, "tree": right, name: wrong})
+
+
 class TestComparison:
     """What is no near tie is told from one."""
 

@@ -57,3 +57,18 @@ def test_the_accepted_path_stands_out():
 
 def test_a_root_alone():
     assert render(draw_tree(DraftTree.root_only(10), Words(), accepted_path=[0])).strip() == "'root'"
+
+
+def test_draws_with_the_characters_that_the_terminal_has():
+    output = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(output, encoding="ascii"), width=80)
+    words = Words()
+    words.decode = lambda token_ids: {10: "é", 11: "b", 12: "c", 13: "d"}[token_ids[0]]
+    console.print(draw_tree(tree(), words, accepted_path=[0, 2]))
+    console.file.flush()
+    assert output.getvalue().decode().splitlines() == [
+        r"'\xe9'",
+        "+-- 'b'  60.7%",
+        "`-- 'c'  36.8% *",
+        "    `-- 'd'  13.5%",
+    ]

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NAMES = "plain, assisted, chain, auto, tree:NODES, spine:NODES, lookup, lookup+auto, lookup+tree:NODES"
+NAMES = (
+    "plain, assisted, assisted:lookup, chain, auto, tree:NODES, spine:NODES, lookup, lookup+auto, lookup+tree:NODES"
+)
+# Those that draft from the text alone.
+WITHOUT_DRAFTER = ("lookup", "assisted:lookup")
+DEFAULTS, DEFAULTS_WITHOUT_DRAFTER = ("chain", "tree:16", "auto"), WITHOUT_DRAFTER
+# Tokens that Transformers' own prompt lookup drafts, as many as its documentation takes.
+LOOKUP_TOKENS = 10
 
 
 @dataclass(frozen=True)
@@ -40,29 +47,44 @@ def make_methods(names: Sequence[str], drafters: Mapping[str, PreTrainedModel]) 
     """The methods of these names; those with a drafter, once for each. Standard decoding always comes first.
 
     Args:
-        names: `plain`, standard decoding; `assisted`, Transformers' own assisted decoding; `chain`; `tree:NODES` with
-            a fixed budget; `spine:NODES`, which keeps the whole chain; `auto`; `lookup`, prompt lookup alone; and
-            `lookup+` in front of `tree:NODES`, `spine:NODES` and `auto`, prompt lookup beside the drafter.
+        names: `plain`, standard decoding; `assisted`, Transformers' own assisted decoding, and `assisted:lookup`, its
+            own prompt lookup; `chain`; `tree:NODES` with a fixed budget; `spine:NODES`, which keeps the whole chain;
+            `auto`; `lookup`, prompt lookup alone; and `lookup+` in front of `tree:NODES`, `spine:NODES` and `auto`,
+            prompt lookup beside the drafter.
         drafters: By a name for the report; the name is left out if there is only one.
 
     Raises:
         ValueError: If a name is unknown, or needs a drafter and there is none.
     """
+    check_methods(names, bool(drafters))
     methods = [Method("plain")]
     for name in dict.fromkeys(names):
         if name == "plain":
             continue
         arguments = _arguments(name)
-        if name == "lookup":
+        if name in WITHOUT_DRAFTER:
             methods.append(Method(name, arguments))
             continue
-        if not drafters:
-            raise ValueError(f"The method {name!r} needs a drafter, but none is given.")
         for label, drafter in drafters.items():
             full_name = name if len(drafters) == 1 else f"{name} {label}"
             of_drafter = _assisted(drafter) if name == "assisted" else arguments
             methods.append(Method(full_name, {**of_drafter, "assistant_model": drafter}))
     return methods
+
+
+def check_methods(names: Sequence[str], has_drafter: bool) -> None:
+    """Checks names of methods before any drafter is loaded.
+
+    Raises:
+        ValueError: If a name is unknown, or needs a drafter and there is none.
+    """
+    for name in names:
+        _arguments(name)
+        if not has_drafter and name not in ("plain", *WITHOUT_DRAFTER):
+            raise ValueError(
+                f"`methods` has {name!r}, which needs a drafter, but `drafters` is empty. Without one there are "
+                f"{', '.join(WITHOUT_DRAFTER)}."
+            )
 
 
 def _assisted(drafter: PreTrainedModel) -> dict[str, Any]:
@@ -73,7 +95,7 @@ def _assisted(drafter: PreTrainedModel) -> dict[str, Any]:
         return {"speculation_type": "dflash"}
     if not drafter.can_generate():
         raise ValueError(
-            "The method 'assisted' is Transformers' own, which cannot draft with a "
+            f"`methods` has 'assisted', Transformers' own assisted decoding, which cannot draft with a "
             f"`{type(drafter).__name__}`. Leave it out."
         )
     return {}
@@ -87,7 +109,9 @@ def _arguments(name: str) -> dict[str, Any]:
         shape = {"tree": "best_first", "spine": "spine_first"}[kind]
         return {"generation_strategy": "ddtree", "tree_budget": int(nodes), "tree_shape": shape}
     known: dict[str, dict[str, Any]] = {
+        "plain": {},
         "assisted": {},
+        "assisted:lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
         "chain": {"generation_strategy": "dflash", "tree_budget": 64},
         "auto": {"generation_strategy": "ddtree", "tree_budget": "auto"},
         "lookup": {"generation_strategy": "ddtree", "tree_lookup": True},

@@ -1,8 +1,9 @@
-"""Prompts to measure on: files, or datasets of the Hub."""
+"""Prompts to measure on: from files, or from datasets of the Hub."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,7 @@ class Dataset(NamedTuple):
         path: Its repository, or the name of a loader.
         config: Name of a configuration, or None.
         split: Which part of it.
-        column: Where the prompts are: texts, or lists of turns whose first one is taken.
+        column: Where the prompts are: texts, or lists of turns, of which the first is taken.
         data_files: Files to load, where the repository has a loading script.
     """
 
@@ -41,29 +42,31 @@ DATASETS = {
     "alpaca": Dataset("tatsu-lab/alpaca", None, "train", "instruction"),
 }
 COLUMNS = ("prompt", "text", "question", "turns")
+# Wrong lines that an error shows.
+MOST_SHOWN = 5
 
 
-def load_prompts(source: str, limit: int) -> list[str]:
+def load_prompts(source: str, limit: int | None = None) -> list[str]:
     """The first prompts of a dataset or a file.
 
     Args:
-        source: A name in `DATASETS`, which needs a network and the package `datasets`; a JSONL file with an object a
-            line, whose prompt is under `prompt`, `text`, `question` or `turns`; or a text file with a prompt a line.
-        limit: Most prompts to take.
+        source: A name in `DATASETS`, which needs a network and the package `datasets`; a JSONL file with an object per
+            line, whose prompt is under `prompt`, `text`, `question` or `turns`; or a text file with a prompt per line.
+        limit: Most prompts to take; all if None.
 
     Raises:
-        ValueError: If there is no such dataset or file, or it holds no prompt.
+        ValueError: If there is no such dataset or file, it holds no prompt, or a line holds none that can be used. The
+            message names each such line.
         ImportError: If `datasets` is not installed.
     """
     if source in DATASETS:
-        prompts = _from_hub(DATASETS[source])
+        taken = list(islice(_from_hub(DATASETS[source]), limit))
     elif Path(source).is_file():
-        prompts = _from_file(Path(source))
+        taken = _from_file(Path(source), limit)
     else:
         raise ValueError(
             f"`prompts` is {source!r}, which is no file. Give a JSONL or text file, or one of {', '.join(DATASETS)}."
         )
-    taken = list(islice(prompts, limit))
     if not taken:
         raise ValueError(f"{source!r} holds no prompts.")
     return taken
@@ -73,37 +76,62 @@ def _from_hub(dataset: Dataset) -> Iterable[str]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ImportError("Datasets of the Hub need the package `datasets`: pip install datasets.") from error
+        raise ImportError(
+            "Datasets of the Hub need the package `datasets`: pip install datasets. Or give a file of prompts."
+        ) from error
     files = {} if dataset.data_files is None else {"data_files": dataset.data_files}
     entries = load_dataset(dataset.path, dataset.config, split=dataset.split, streaming=True, **files)
-    return (_first_turn(entry[dataset.column]) for entry in entries)
+    return (_text_of(dataset.column, entry[dataset.column]) for entry in entries)
 
 
-def _from_file(path: Path) -> Iterable[str]:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if path.suffix != ".jsonl":
-        yield from lines
-        return
-    for number, line in enumerate(lines, start=1):
+def _from_file(path: Path, limit: int | None) -> list[str]:
+    """The prompts in the first lines that are not blank."""
+    lines = ((number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), start=1) if line.strip())
+    prompts, wrong = [], []
+    for number, line in islice(lines, limit):
         try:
-            yield prompt_of(json.loads(line))
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
+            prompts.append(prompt_of(json.loads(text)) if path.suffix == ".jsonl" else text)
         except ValueError as error:
-            raise ValueError(
-                f"Line {number} of {str(path)!r} is no JSON object with one of {', '.join(map(repr, COLUMNS))}."
-            ) from error
+            wrong.append(f"{path}, line {number}: {_reason(error)}")
+    if wrong:
+        more = [f"and {len(wrong) - MOST_SHOWN} more lines."] if len(wrong) > MOST_SHOWN else []
+        raise ValueError("\n".join([*wrong[:MOST_SHOWN], *more]))
+    return prompts
 
 
-def prompt_of(entry: dict[str, Any]) -> str:
+def _reason(error: ValueError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON ({error.msg} at column {error.colno})."
+    if isinstance(error, UnicodeDecodeError):
+        return f"no UTF-8 (byte {error.object[error.start]:#x} at place {error.start + 1})."
+    return str(error)
+
+
+def prompt_of(entry: Any) -> str:
     """The prompt of an object in a JSONL file: under the first of `prompt`, `text`, `question`, `turns` that it has.
 
     Raises:
-        ValueError: If it has none of these.
+        ValueError: If it has none of these, or no text there.
     """
-    column = next((column for column in COLUMNS if isinstance(entry, dict) and column in entry), None)
+    names = ", ".join(map(repr, COLUMNS))
+    if not isinstance(entry, dict):
+        raise ValueError(f"{_shortened(entry)} is no object with one of {names}.")
+    column = next((column for column in COLUMNS if column in entry), None)
     if column is None:
-        raise ValueError(f"An entry has none of {', '.join(map(repr, COLUMNS))}: {entry!r}.")
-    return _first_turn(entry[column])
+        raise ValueError(f"the object has none of {names}, but {', '.join(map(repr, entry)) or 'nothing'}.")
+    return _text_of(column, entry[column])
 
 
-def _first_turn(prompt: Any) -> str:
-    return str(prompt[0] if isinstance(prompt, list | tuple) else prompt)
+def _text_of(column: str, prompt: Any) -> str:
+    """The prompt itself, or the first of several turns."""
+    first = prompt[0] if isinstance(prompt, list | tuple) and prompt else prompt
+    if not isinstance(first, str):
+        raise ValueError(f"{column!r} must be a text, or a list that begins with one, but is {_shortened(prompt)}.")
+    if not first.strip():
+        raise ValueError(f"{column!r} is empty.")
+    return first
+
+
+def _shortened(value: Any) -> str:
+    return textwrap.shorten(repr(value), 60, placeholder="...")

@@ -46,12 +46,16 @@ class Report:
         """A table of what a round is made of: milliseconds of its stages, how many tokens rounds emit, and memory."""
         return tables.rounds_table(self.summaries())
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes settings, machine and versions, what `summaries` says, and all runs as JSON."""
+    def to_json(self) -> str:
+        """Settings, machine and versions, what `summaries` says, and all runs, each on a line."""
         summaries = json.dumps([asdict(entry) for entry in self.summaries()], indent=1)
         text = ",\n".join(json.dumps(run) for run in self.runs)
         about = json.dumps(self.about)
-        Path(path).write_text(f'{{"about": {about},\n"summary": {summaries},\n"runs": [\n{text}\n]}}\n')
+        return f'{{"about": {about},\n"summary": {summaries},\n"runs": [\n{text}\n]}}\n'
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes `to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -78,7 +82,10 @@ class Report:
         Raises:
             ImportError: If `matplotlib` is not installed.
         """
-        from matplotlib.figure import Figure
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("Drawing a report needs the package `matplotlib`: pip install matplotlib.") from error
 
         entries = [entry for entry in self.summaries() if entry.tokens_per_second is not None]
         labels = [f"{entry.method} @ {entry.temperature:g}" for entry in entries]

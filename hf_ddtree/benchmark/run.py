@@ -58,13 +58,18 @@ def benchmark(
         generate_kwargs: Go to every call of `generate()`.
 
     Raises:
-        ValueError: If `output_dir` holds runs of a benchmark with other settings, or a number is out of range.
+        ValueError: If `output_dir` holds runs of a benchmark with other settings, a number is out of range, or there
+            is no prompt or an empty one.
     """
     for name, number in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if number < 1:
             raise ValueError(f"`{name}` must be at least 1, but is {number}.")
     if min(temperatures, default=-1.0) < 0:
         raise ValueError(f"`temperatures` must hold numbers of at least 0, but is {list(temperatures)}.")
+    if not prompts:
+        raise ValueError("`prompts` is empty. Give at least one text.")
+    if empty := [index for index, text in enumerate(prompts) if not text.strip()]:
+        raise ValueError(f"`prompts` has empty texts at {empty}. Leave them out.")
     batches = [_encode(tokenizer, prompts[at : at + batch_size]) for at in range(0, len(prompts), batch_size)]
     settings = {
         **_settings_of(model, methods, prompts),
@@ -139,7 +144,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Any:
             )
             for text in texts
         ]
-    return tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="left")
+    return tokenizer(list(texts), return_tensors="pt", padding=len(texts) > 1, padding_side="left")
 
 
 def _warm_up(model: PreTrainedModel, batch: Any, method: Method, generate_kwargs: dict[str, Any]) -> None:

@@ -42,15 +42,27 @@ class RunLog:
             partial = settings_file.with_suffix(f".{rank}")
             partial.write_text(json.dumps(settings, indent=1) + "\n")
             partial.replace(settings_file)
+        self._mend()
+
+    def _own_file(self) -> Path:
+        assert self._folder is not None
+        return self._folder / f"runs-{self._rank}.jsonl"
+
+    def _mend(self) -> None:
+        """Ends this process's file with a whole line, if it was stopped in the middle of one."""
+        if not self._own_file().exists():
+            return
+        *whole, last = self._own_file().read_text(encoding="utf-8").split("\n")
+        if last:
+            self._own_file().write_text("".join(f"{line}\n" for line in [*whole, last] if _is_json(line)))
 
     def add(self, run: dict[str, Any]) -> None:
         """Keeps a run."""
         if self._folder is None:
             self._runs.append(run)
             return
-        with (self._folder / f"runs-{self._rank}.jsonl").open("a") as file:
-            # A line of its own even if a process was stopped in the middle of one.
-            file.write("\n" + json.dumps(run))
+        with self._own_file().open("a", encoding="utf-8") as file:
+            file.write(json.dumps(run) + "\n")
 
     def runs(self, plain: str) -> list[dict[str, Any]]:
         """All runs so far, in the order of temperatures, batches and methods; of repeated runs the last one.
@@ -73,7 +85,13 @@ class RunLog:
             return
         for path in sorted(self._folder.glob("runs-*.jsonl")):
             for line in filter(None, path.read_text().splitlines()):
-                try:
+                if _is_json(line):  # another process may be writing it
                     yield json.loads(line)
-                except ValueError:
-                    continue  # cut off when the process was stopped
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

@@ -12,9 +12,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from ..visualize import BARS, EncodableText
 from .summary import Summary
 
-BARS = "▁▂▃▄▅▆▇█"
 # Rounds that emit more tokens are drawn with those that emit as many as this.
 MOST_BARS = 16
 
@@ -84,9 +84,9 @@ def rounds_table(summaries: Sequence[Summary]) -> Table:
     if has_memory:
         table.add_column("peak\nMiB", justify="right")
     for entry in entries:
-        cells = [entry.label]
+        cells: list[str | EncodableText] = [entry.label]
         cells += [f"{entry.round_ms[stage]:.2f}" if entry.round_ms is not None else "" for stage in stages]
-        cells += [_bars(entry.accepted_lengths or {})]
+        cells += [EncodableText((_bars(entry.accepted_lengths or {}), ""))]
         if has_memory:
             cells += ["" if entry.peak_memory is None else f"{entry.peak_memory / 2**20:.0f}"]
         table.add_row(*cells)
@@ -124,7 +124,7 @@ def with_quartiles(quartiles: tuple[float, float, float], style: Callable[[float
 
 
 def _bars(counts: dict[int, int]) -> str:
-    """A histogram in a line, from 1 on."""
+    """A histogram in a line, from 1 on; its highest bar is full."""
     drawn = Counter[int]()
     for length, count in counts.items():
         drawn[min(length, MOST_BARS)] += count

@@ -1,8 +1,7 @@
-"""Asks of a target and a drafter, without weights, everything that a report says."""
+"""Finds out, without weights, everything that a report says of a target and a drafter."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from ..target.requirements import check_target
 from .facts import layer_kinds, notes_on
 from .meta_model import NotBuilt, build_without_weights, config_of
 from .report import CheckReport
+from .suggestions import drafter_loading_of, generate_call, loading_of, suggestions_for
 from .tree_memory import measure_tree_memory
 
 
@@ -27,7 +27,7 @@ def check(
     tree_budget: int | Literal["auto"] = "auto",
     context_length: int = 4096,
 ) -> CheckReport:
-    """Says whether a target can be decoded by tree, what that needs, and whether a drafter fits it.
+    """Says whether a target can be decoded with trees, what that needs, and whether a drafter fits it.
 
     Of a model or drafter that is not loaded, only `config.json` is read. The target is built from it without weights,
     and one tree is verified on it without computing anything, which tells what memory the tree needs.
@@ -75,13 +75,15 @@ def check(
         found["notes"].append(f"The memory is not known: without weights the model fails with {error!r}.")
     if found["drafter_fits"] is False:
         return CheckReport(**found, supported=True)
-    is_loaded = isinstance(model, PreTrainedModel)
-    lines = [] if is_loaded or auto_class is None else _loading_of(found, auto_class)
-    if not isinstance(drafter, PreTrainedModel):
-        lines.append(f"drafter = hf_ddtree.load_drafter({found['drafter'] or 'DRAFTER'!r}, target_model=model)")
-    knobs = f'generation_strategy="ddtree", tree_budget={json.dumps(tree_budget)}'
-    lines.append(f"model.generate(**inputs, assistant_model=drafter, {knobs})")
-    return CheckReport(**found, supported=True, call="\n".join(["import hf_ddtree", *lines]))
+    if drafter is None:
+        found["suggestions"] = tuple(suggestions_for(twin, has_mtp=False))
+    lines = ["import hf_ddtree"]
+    if not isinstance(model, PreTrainedModel) and auto_class is not None:
+        lines += loading_of(found["model"], found["attn_implementation"], auto_class)
+    if drafter is not None and not isinstance(drafter, PreTrainedModel):
+        lines.append(drafter_loading_of(found["drafter"]))
+    lines.append(generate_call(drafter is not None, tree_budget))
+    return CheckReport(**found, supported=True, call="\n".join(lines))
 
 
 def _name_of(given: Any) -> str:
@@ -89,17 +91,6 @@ def _name_of(given: Any) -> str:
     if isinstance(given, str | os.PathLike):
         return str(given)
     return getattr(given, "name_or_path", None) or type(given).__name__
-
-
-def _loading_of(found: dict[str, Any], auto_class: type) -> list[str]:
-    """Code that loads the target."""
-    name, attention = found["model"], found["attn_implementation"]
-    options = f'dtype="auto", attn_implementation="{attention}"'
-    return [
-        f"from transformers import {auto_class.__name__}",
-        "",
-        f"model = {auto_class.__name__}.from_pretrained({name!r}, {options})",
-    ]
 
 
 def _fit(drafter: Any, target: PreTrainedModel) -> tuple[Sequence[int], bool | None, str | None]:

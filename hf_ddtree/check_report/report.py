@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .suggestions import Suggestion
 from .tree_memory import TreeMemory
 
 
@@ -33,7 +34,7 @@ class CheckReport:
         family: Its `model_type`.
         model_class: The class that Transformers loads it with; None if there is none.
         layers: Its decoder layers, by kind.
-        supported: Whether it can be decoded by tree.
+        supported: Whether it can be decoded with trees.
         reason: Why not.
         attn_implementation: What to load it with.
         memory: What a tree needs; None if it is not supported or could not be found out.
@@ -41,7 +42,9 @@ class CheckReport:
         drafter_fits: Whether it fits the target; None if no drafter was given, or only loading it can tell.
         drafter_reason: Why not.
         notes: What else to know.
-        call: Code that decodes by tree; None if the target is not supported or the drafter does not fit.
+        call: Code that decodes with trees; None if the target is not supported or the drafter does not fit. Without a
+            drafter it drafts by prompt lookup.
+        suggestions: What else can draft, if no drafter was given.
     """
 
     model: str
@@ -57,12 +60,14 @@ class CheckReport:
     drafter_reason: str | None = None
     notes: list[str] = field(default_factory=list)
     call: str | None = None
+    suggestions: tuple[Suggestion, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report in types that JSON knows."""
         memory = None if self.memory is None else {"total": self.memory.total, "per_node": self.memory.per_node}
         report = asdict(self)
         report["layers"] = [{**layer, "modules": list(layer["modules"])} for layer in report["layers"]]
+        report["suggestions"] = list(report["suggestions"])
         if memory is not None:
             report["memory"] |= memory
         return report

@@ -10,9 +10,9 @@ import typer
 from rich.progress import Progress
 from rich.text import Text
 
-from ..benchmark.methods import NAMES
+from ..benchmark.methods import DEFAULTS, DEFAULTS_WITHOUT_DRAFTER, NAMES
 from ..benchmark.prompts import DATASETS
-from .options import DTYPES, check_device_map, check_dtype, check_repository, usage_error
+from .options import DeviceMap, Dtype, Target, check_repository, usage_error
 from .terminal import make_console
 
 if TYPE_CHECKING:
@@ -23,33 +23,36 @@ if TYPE_CHECKING:
 
 
 def bench(
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="A repository of the Hub, a folder, or `demo`.")
-    ] = "demo",
+    target: Target = "demo",
     drafter: Annotated[
         list[str] | None, typer.Option(help="A drafter: a repository of the Hub or a folder. May be repeated.")
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(help=f"A JSONL or text file, or one of {', '.join(DATASETS)}.")
+        str | None,
+        typer.Option(
+            help=f"A JSONL or text file, or one of {', '.join(DATASETS)}.", show_default="the code that ships"
+        ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most prompts.")] = 20,
     method: Annotated[
-        list[str], typer.Option(help=f"What to measure besides standard decoding: {NAMES}. May be repeated.")
-    ] = ["chain", "tree:16", "auto"],  # noqa: B006
+        list[str] | None,
+        typer.Option(
+            help=f"What to measure besides standard decoding: {NAMES}. May be repeated.",
+            show_default=f"{', '.join(DEFAULTS)}; without a drafter {', '.join(DEFAULTS_WITHOUT_DRAFTER)}",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are decoded together.")] = 1,
     temperature: Annotated[list[float], typer.Option(min=0, help="0 for greedy decoding. May be repeated.")] = [0.0],  # noqa: B006
-    dtype: Annotated[str, typer.Option(callback=check_dtype, help=f"Of the target: {', '.join(DTYPES)}.")] = "auto",
-    device_map: Annotated[
-        str | None,
-        typer.Option(callback=check_device_map, help="Where to put the target, such as `auto` or `cuda`."),
-    ] = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
     output: Annotated[
         Path | None,
         typer.Option(
             file_okay=False, help="A folder for every run, report.json and report.png. Goes on with what is there."
         ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON in place of tables.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(help="Measure nothing, but show the changes between two folders of `--output` or reports."),
@@ -57,8 +60,9 @@ def bench(
 ) -> None:
     """Measure methods of decoding on the same prompts, and compare their tokens with standard decoding's.
 
-    Not compared are the tokens of several rows that sample, and of assisted decoding that samples: they draw in
-    another order. The exit status is 1 if a token differs in float32.
+    Tokens of several rows that sample are not compared, nor those of assisted
+    decoding that samples: they draw in another order. The exit status is 1 if a
+    token differs in float32.
     """
     from transformers.utils import logging
 
@@ -67,27 +71,32 @@ def bench(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     console = make_console()
+    messages = make_console(stderr=True)
+    finished_before = False
+
+    def tell(done: int, total: int) -> None:
+        nonlocal finished_before
+        if not progress.tasks:
+            progress.add_task("runs", total=total)
+            finished_before = done == total
+        progress.update(progress.task_ids[0], completed=done)
+
     try:
         if compare is not None:
+            if as_json:
+                raise ValueError("`--json` is for measurements. Leave it out, or `--compare`.")
             console.print(measuring.compare(*map(measuring.Report.load, compare)))
             return
-        model, tokenizer, drafters, texts = _load(target, drafter or [], prompts, limit, dtype, device_map)
-        methods = measuring.make_methods(method, drafters)
-        with Progress(console=make_console(stderr=True)) as progress:
-
-            def tell(done: int, total: int) -> None:
-                if progress.tasks:
-                    progress.update(progress.task_ids[0], completed=done)
-                    return
-                progress.add_task("runs", total=total, completed=done)
-                if done == total:
-                    console.print(Text(f"All {total} runs are in {output} already."), soft_wrap=True)
-
+        model, tokenizer, drafters, texts, names = _load(
+            target, drafter or [], prompts, limit, method, dtype, device_map
+        )
+        # Of use to who watches, and in a file it would share lines with messages.
+        with Progress(console=messages, disable=not messages.is_terminal) as progress:
             report = measuring.benchmark(
                 model,
                 tokenizer,
                 texts,
-                methods,
+                measuring.make_methods(names, drafters),
                 max_new_tokens=max_new_tokens,
                 batch_size=batch_size,
                 temperatures=temperature,
@@ -95,7 +104,7 @@ def bench(
                 on_run=tell,
             )
     except KeyboardInterrupt:
-        console.print(
+        messages.print(
             f"Stopped. The same command goes on with what is in {output}."
             if output is not None
             else "Stopped. Nothing was kept: with `--output FOLDER` the same command goes on where it was stopped."
@@ -103,56 +112,71 @@ def bench(
         raise typer.Exit(code=130) from None
     except (ImportError, OSError, ValueError) as error:
         raise usage_error(error) from error
+    if finished_before:
+        messages.print(Text(f"All {len(report.runs)} runs are in {output} already."), soft_wrap=True)
     # Of several processes the last one to end reports on all.
     if output is None or (output / "report.json").exists():
-        _show(console, report, output)
+        if as_json:
+            typer.echo(report.to_json(), nl=False)
+        else:
+            _show(console, report, output)
+        if output is not None:
+            _draw(messages, report, output)
     differing = [entry.label for entry in report.summaries() if entry.differs]
     if differing and report.about["settings"]["dtype"] == "torch.float32":
-        console.print(f"[bold red]Not identical[/] to standard decoding: {', '.join(differing)}.")
+        messages.print(f"[bold red]Not identical[/] to standard decoding: {', '.join(differing)}.")
         raise typer.Exit(code=1)
 
 
 def _show(console: Console, report: Report, output: Path | None) -> None:
-    where = "" if output is None else f"; results in {output}"
-    console.print(Text(f"{report.caption()}{where}\n"), soft_wrap=True)
+    console.print(Text(f"{report.caption()}\n"))
+    if output is not None:
+        console.print(Text(f"Results in {output}\n"), soft_wrap=True)
     console.print(report.table())
     console.print()
     console.print(report.rounds_table())
-    if output is None:
-        return
+
+
+def _draw(messages: Console, report: Report, output: Path) -> None:
     if find_spec("matplotlib"):
         report.plot(output / "report.png")
     else:
-        console.print("No report.png is drawn, as matplotlib is not installed.")
+        messages.print("No report.png is drawn, as matplotlib is not installed: pip install matplotlib.")
 
 
 def _load(
-    target: str, drafters: list[str], prompts: str | None, limit: int, dtype: str, device_map: str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, PreTrainedModel], list[str]]:
+    target: str,
+    drafters: list[str],
+    prompts: str | None,
+    limit: int,
+    methods: list[str] | None,
+    dtype: str,
+    device_map: str | None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, PreTrainedModel], list[str], list[str]]:
+    """Target, tokenizer, drafters, prompts and names of methods; what is wrong is said before weights are read."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ..benchmark import load_prompts
+    from ..benchmark.methods import check_methods
     from ..demo import demo_folders, demo_prompts
     from ..drafter_kinds import load_drafter
 
-    is_demo = target == "demo"
-    if is_demo:
+    if target == "demo":
         target, shipped = demo_folders()
         drafters = [shipped, *drafters]
         dtype = "float32" if dtype == "auto" else dtype
+    names = list(methods or (DEFAULTS if drafters else DEFAULTS_WITHOUT_DRAFTER))
+    check_methods(names, bool(drafters))
     check_repository("target", target, "TARGET")
     for name in drafters:
         check_repository("drafter", name, "--drafter")
-    if prompts is not None:
-        texts = load_prompts(prompts, limit)
-    elif is_demo:
-        texts = [entry["prompt"] for entry in demo_prompts()[:limit]]
-    else:
-        raise ValueError("`--prompts` is missing: only the target `demo` has prompts of its own.")
+    texts = [entry["prompt"] for entry in demo_prompts()[:limit]] if prompts is None else load_prompts(prompts, limit)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map)
     tokenizer = AutoTokenizer.from_pretrained(target)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
     loaded = {label: load_drafter(name, target_model=model) for label, name in _labels(drafters).items()}
-    return model, tokenizer, loaded, texts
+    return model, tokenizer, loaded, texts, names
 
 
 def _labels(names: list[str]) -> dict[str, str]:

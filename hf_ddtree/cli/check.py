@@ -10,15 +10,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .options import check_repository, check_tree_budget, usage_error
+from .options import Target, check_repository, check_tree_budget, usage_error
 from .terminal import make_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..check_report import CheckReport
 
 
 def check(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A repository of the Hub, a folder, or `demo`.")],
+    target: Target,
     drafter: Annotated[str | None, typer.Option(help="A drafter: a repository of the Hub or a folder.")] = None,
     tree_budget: Annotated[
         str, typer.Option(callback=check_tree_budget, help="Most nodes drafted in a round, or `auto`.")
@@ -52,10 +54,23 @@ def check(
     else:
         console = make_console()
         console.print(_table(report, tree_budget == "auto"))
-        if report.call is not None:
-            console.print(Text(f"\n{report.call}"), soft_wrap=True)
+        _print_calls(console, report)
     if not report.supported or report.drafter_fits is False:
         raise typer.Exit(code=1)
+
+
+def _print_calls(console: Console, report: CheckReport) -> None:
+    if report.call is None:
+        return
+    if report.drafter is None:
+        console.print("\nWith nothing to load, it drafts from the text itself, which pays where that repeats:")
+    console.print(Text(f"\n{report.call}"), soft_wrap=True)
+    if report.suggestions:
+        console.print("\nA drafter gains more, passed as `assistant_model=drafter`:\n")
+    for suggestion in report.suggestions:
+        console.print(Text(f"- {suggestion.what}"))
+        if suggestion.call is not None:
+            console.print(Text(f"  {suggestion.call}"), soft_wrap=True)
 
 
 def _table(report: CheckReport, is_auto: bool) -> Table:

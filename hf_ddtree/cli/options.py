@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -53,6 +54,13 @@ def check_tree_budget(tree_budget: str) -> str:
     if tree_budget != "auto" and not (tree_budget.isdecimal() and int(tree_budget) > 0):
         raise typer.BadParameter(f"{tree_budget!r} is neither `auto` nor an integer of at least 1.")
     return tree_budget
+
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="A repository of the Hub, a folder, or `demo`.")]
+Dtype = Annotated[str, typer.Option(callback=check_dtype, help=f"Of the target: {', '.join(DTYPES)}.")]
+DeviceMap = Annotated[
+    str | None, typer.Option(callback=check_device_map, help="Where to put the target, such as `auto` or `cuda`.")
+]
 
 
 def check_repository(role: str, name: str, option: str) -> None:

@@ -11,12 +11,12 @@ from typer.core import TyperGroup
 
 
 class AnyEncodingGroup(TyperGroup):
-    """Commands whose output has `?` where the terminal's encoding lacks a character, and never fails."""
+    """Commands whose output has escapes where the terminal's encoding lacks a character, and never fails."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
-                stream.reconfigure(errors="replace")
+                stream.reconfigure(errors="backslashreplace")
         return super().main(*args, **kwargs)
 
 
