@@ -19,14 +19,16 @@ from .candidate_generators import (
     TreeCandidateGenerator,
 )
 from .configuration import DDTreeConfig
-from .decoding.acceptance import PER_TOKEN_PROCESSORS, Chooser
+from .decoding.batch import Batch
+from .decoding.choosing import PER_TOKEN_PROCESSORS, Chooser
 from .decoding.distributed import Processes
-from .decoding.loop import decode
-from .decoding.sequences import EmittedSequences, RowGroup, gather_rows
+from .decoding.loop import TreeDecoder
+from .decoding.sequences import LockstepRows
 from .drafter_kinds import drafter_kind, make_candidate_generator
 from .interop.generation import is_callers_cache, longest_static_cache, prompt_length
 from .interop.versions import CACHE_KEY, cache_of
 from .output import DDTreeOutput, DDTreeStats
+from .target.past_recording import keeps_past
 from .target.requirements import check_cache, check_positions, check_processes, check_target
 from .target.static_cache import buffer_length, make_room_for_trees
 from .validation import describe_type
@@ -84,15 +86,18 @@ class DDTreeDecoding:
         generator = self._make_generator(model)
         policy = policy_for(self.config.tree_budget, model, self.assistant_model, generator)
         prepare_cache(model, input_ids, generation_config, model_kwargs, policy)
-        groups = make_groups(input_ids, logits_processor, stopping_criteria, generation_config, self.streamer)
+        past = keeps_past(cache_of(model_kwargs))
+        batch = make_batch(
+            input_ids, logits_processor, stopping_criteria, generation_config, self.streamer, keeps_past=past
+        )
         processes = Processes(model, self.synced_gpus)
         chooser = Chooser(logits_processor, generation_config.do_sample, processes.agree)
         stats = DDTreeStats(trees=[], accepted_paths=[]) if self.config.return_trees else DDTreeStats()
-        decode(model, groups, chooser, generator, policy, stats, generation_config, model_kwargs, processes)
-        for group in groups:
-            group.sequences.end_stream()
-        first = groups[0].sequences
-        sequences = gather_rows(groups, first.pad_token, pad_left=False).clone()
+        decoder = TreeDecoder(model, batch, chooser, generator, policy, stats, processes)
+        decoder.decode(generation_config, model_kwargs)
+        batch.end_stream()
+        first = batch.first
+        sequences = batch.token_ids(first.pad_token, pad_left=False).clone()
         if not generation_config.return_dict_in_generate:
             return sequences
         return DDTreeOutput(
@@ -201,30 +206,31 @@ def prepare_cache(
     check_cache(cache)
 
 
-def make_groups(
+def make_batch(
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None,
-) -> list[RowGroup]:
+    keeps_past: bool,
+) -> Batch:
     """Makes the rows independent where that changes no result, and otherwise keeps them in lockstep.
 
     Independent rows accept more. But a processor, criterion or streamer that sees the whole batch must find rows of
-    equal length, and scores have one entry per token of all rows.
+    equal length, scores have one entry per token of all rows, and so has the past that a caller's cache keeps.
     """
     independent = (
         all(type(processor) in ROW_WISE_PROCESSORS for processor in logits_processor)
         and all(type(criterion) in ROW_WISE_CRITERIA for criterion in stopping_criteria)
         and streamer is None
+        and not keeps_past
         and not (
             generation_config.return_dict_in_generate
             and any(getattr(generation_config, name) for name in OUTPUTS_OF_ALL_ROWS)
         )
     )
-    batch_size = len(input_ids)
-    rows = [[row] for row in range(batch_size)] if independent else [list(range(batch_size))]
-    return [
-        RowGroup(group, EmittedSequences(input_ids[group], stopping_criteria, generation_config, streamer))
-        for group in rows
-    ]
+    num_rows = len(input_ids)
+    groups = [[row] for row in range(num_rows)] if independent else [list(range(num_rows))]
+    return Batch(
+        [LockstepRows(rows, input_ids[rows], stopping_criteria, generation_config, streamer) for rows in groups]
+    )

@@ -1,4 +1,4 @@
-"""The walk by tensor operations is the walk node by node."""
+"""Acceptance by tensor operations is acceptance node by node."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from hf_ddtree.decoding.acceptance import Chooser, accept, follow
-from hf_ddtree.decoding.acceptance_on_device import LookAhead
+from hf_ddtree.decoding.acceptance import accept
+from hf_ddtree.decoding.acceptance_on_device import ChoicesOnDevice
+from hf_ddtree.decoding.choosing import Chooser
 from hf_ddtree.tree.draft_tree import DraftTree
 from hf_ddtree.tree.tree_batch import TreeBatch
 
@@ -30,10 +31,12 @@ def random_tree(generator: torch.Generator, budget: int) -> DraftTree:
 
 
 class Emitted:
-    """Sequences that stop after a number of steps."""
+    """Sequences that stop after a number of steps, and emit other tokens than those that were chosen at some."""
 
-    def __init__(self, num_steps: int, rows: int) -> None:
+    def __init__(self, num_steps: int, rows: int, ends: dict[int, list[int]] | None = None) -> None:
+        self.ends = ends or {}
         self.steps = []
+        self.rows = list(range(rows))
         self._num_steps = num_steps
         self.token_ids = torch.zeros((rows, 1), dtype=torch.int64)
 
@@ -43,7 +46,7 @@ class Emitted:
 
     def append(self, choices):
         self.steps.append((choices.tokens, choices.logits, choices.scores))
-        return choices.tokens
+        return self.ends.get(len(self.steps), choices.tokens)
 
 
 def same(one, other):
@@ -74,9 +77,9 @@ def test_rows_that_walk_together(seed, rows, budget, do_sample, warped, num_step
 
     torch.manual_seed(seed)
     depth = max(int(tree.depths.max()) for tree in trees)
-    ahead = LookAhead(chooser, logits, batch if batch.num_nodes > 1 else None, depth, {})
+    ahead = ChoicesOnDevice(chooser, logits, batch if batch.num_nodes > 1 else None, depth, {})
     got, paths = Emitted(num_steps, rows), [[0] for _ in trees]
-    follow(*ahead.of_rows(range(rows)), got, paths)
+    ahead.accept(got, paths)
     ahead.settle(len(paths[0]))
     assert paths == expected_paths
     assert not ahead.has_nan
@@ -93,9 +96,9 @@ def test_rows_that_have_finished_go_on_with_padding():
     batch = TreeBatch.from_trees(trees, CPU)
     logits = torch.zeros((2, 4, VOCAB_SIZE))
     logits[0, :, 3] = logits[1, 0, 4] = logits[1, 2, 1] = logits[1, 3, 2] = 1.0
-    ahead = LookAhead(Chooser(LogitsProcessorList(), False), logits, batch, 2, {0: 0})
+    ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), False), logits, batch, 2, {0: 0})
     paths, emitted = [[0], [0]], Emitted(99, 2)
-    follow(*ahead.of_rows([0, 1]), emitted, paths)
+    ahead.accept(emitted, paths)
     assert paths == [[0, 1, 2], [0, 2, 3]]
     assert [tokens for tokens, *_ in emitted.steps] == [[0, 4], [0, 1], [0, 2]]
 
@@ -105,12 +108,11 @@ def test_a_token_that_was_not_chosen_ends_the_walk():
     trees = [DraftTree.chain([3, 1, 2])]
     logits = torch.zeros((1, 3, VOCAB_SIZE))
     logits[0, 0, 1] = logits[0, 1, 2] = 1.0
-    ahead = LookAhead(Chooser(LogitsProcessorList(), False), logits, TreeBatch.from_trees(trees, CPU), 2, {})
-    (path,), _ = ahead.of_rows([0])
-    assert (
-        path.child_with_token(0, 1) == 1 and path.child_with_token(1, 2) == 2 and path.child_with_token(2, 0) is None
-    )
-    assert path.child_with_token(0, 4) is None
+    ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), False), logits, TreeBatch.from_trees(trees, CPU), 2, {})
+    for ends, expected in (({}, [0, 1, 2]), ({2: [4]}, [0, 1]), ({1: [4]}, [0])):
+        path = [0]
+        ahead.accept(Emitted(99, 1, ends), [path])
+        assert path == expected
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -121,7 +123,7 @@ def test_nan_anywhere_is_told(do_sample):
         logits = torch.randn((1, 4, VOCAB_SIZE))
         logits[0, node] = float("nan")
         before = torch.get_rng_state()
-        ahead = LookAhead(Chooser(LogitsProcessorList(), do_sample), logits, batch, 2, {})
+        ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), do_sample), logits, batch, 2, {})
         assert ahead.has_nan
         ahead.settle(0)
         assert torch.equal(torch.get_rng_state(), before)
@@ -129,6 +131,6 @@ def test_nan_anywhere_is_told(do_sample):
 
 def test_a_lone_root_without_a_distribution():
     logits = torch.full((1, 1, VOCAB_SIZE), float("nan"))
-    assert LookAhead(Chooser(LogitsProcessorList(), False), logits, None, 0, {}).has_nan
+    assert ChoicesOnDevice(Chooser(LogitsProcessorList(), False), logits, None, 0, {}).has_nan
     with pytest.raises(RuntimeError, match="NaN"):
-        LookAhead(Chooser(LogitsProcessorList(), True), logits, None, 0, {})
+        ChoicesOnDevice(Chooser(LogitsProcessorList(), True), logits, None, 0, {})

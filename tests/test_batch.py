@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionL
 from hf_ddtree import DDTreeConfig, DraftContext, DraftTree, TreeCandidateGenerator
 from hf_ddtree.candidate_generators import DFlashTreeCandidateGenerator
 from hf_ddtree.candidate_generators.dflash import MOST_PADDING
-from hf_ddtree.decoding import loop as decoding
 from hf_ddtree.registration import register
+from hf_ddtree.target.model import CachedModel
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 
 FAMILIES = ["llama", "gemma3", "qwen2", "qwen3_5"]
@@ -306,13 +306,12 @@ def test_the_cache_is_never_longer_than_its_longest_row(model, monkeypatch):
     plain = model.generate(**arguments)
     checked = []
 
-    def verify(model, trees, rows, model_kwargs, *others):
-        cache = next(value for name, value in model_kwargs.items() if name in ("cache", "past_key_values"))
-        longest = max(rows.lengths)
-        check(cache, longest, 0)
-        verification = original(model, trees, rows, model_kwargs, *others)
-        check(cache, longest, max(map(len, trees)))
-        checked.append(longest - min(rows.lengths))
+    def verify(target, trees):
+        longest = max(target.rows.lengths)
+        check(target.cache, longest, 0)
+        verification = original(target, trees)
+        check(target.cache, longest, max(map(len, trees)))
+        checked.append(longest - min(target.rows.lengths))
         return verification
 
     def check(cache, longest, num_nodes):
@@ -324,8 +323,8 @@ def test_the_cache_is_never_longer_than_its_longest_row(model, monkeypatch):
             else:
                 assert layer.keys.shape[-2] == layer.values.shape[-2] == longest + num_nodes
 
-    original = decoding.verify
-    monkeypatch.setattr(decoding, "verify", verify)
+    original = CachedModel.verify
+    monkeypatch.setattr(CachedModel, "verify", verify)
     tree = by_tree(model, plain, **arguments)
     assert tree.sequences.tolist() == plain.sequences.tolist()
     assert len(checked) > 3 and max(checked) > 3

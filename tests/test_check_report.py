@@ -22,8 +22,7 @@ from hf_ddtree.drafters import DFlashConfig, DFlashDraftModel
 from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.target.cache_rows import CommittedRows
 from hf_ddtree.target.features import FeatureRecorder
-from hf_ddtree.target.forward import verify
-from hf_ddtree.target.past_recording import recording_past
+from hf_ddtree.target.model import CachedModel
 from hf_ddtree.tree.draft_tree import DraftTree
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -152,9 +151,10 @@ def test_memory_is_what_the_shipped_pair_takes(budget, attention):
         tree = DraftTree.from_parents(list(range(budget + 1)), [-1] + [0] * budget)
         kwargs = {CACHE_KEY: filled, "use_cache": True, "position_ids": positions, "attention_mask": None}
         hook = model.register_forward_pre_hook(lambda *call: masks.append(call[2]["attention_mask"]), with_kwargs=True)
-        with recording_past(filled):
+        cached_model = CachedModel(model, kwargs, rows, recorder)
+        with cached_model.recording_past():
             before = allocated_bytes()
-            verification = verify(model, [tree], rows, kwargs, recorder)
+            verification = cached_model.verify([tree])
             hook.remove()
             mask = next(mask for mask in masks.pop().values() if mask is not None)
             measured = allocated_bytes() - before
@@ -293,7 +293,7 @@ def test_a_model_that_does_not_run_without_weights(monkeypatch):
     def ask_for_values(*args, **kwargs):
         return torch.ones(1, device="meta").item()
 
-    monkeypatch.setattr("hf_ddtree.check_report.tree_memory.verify", ask_for_values)
+    monkeypatch.setattr(CachedModel, "verify", ask_for_values)
     report = hf_ddtree.check(make_config("llama"))
     assert report.supported and report.memory is None and report.call is not None
     assert "memory is not known" in report.notes[0]

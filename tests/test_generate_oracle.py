@@ -9,8 +9,8 @@ from helpers.families import make_model as model_of
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_ddtree.decoding.loop import DDTreeStats
 from hf_ddtree.interop.versions import CACHE_KEY
+from hf_ddtree.output import DDTreeStats
 from hf_ddtree.registration import register
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 

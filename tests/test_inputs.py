@@ -14,9 +14,9 @@ from transformers import GenerationConfig, pipeline
 
 import hf_ddtree
 from hf_ddtree import DDTreeConfig
-from hf_ddtree.decoding.loop import FeatureRecorder
 from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.registration import register
+from hf_ddtree.target.features import FeatureRecorder
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 
 FAMILIES = ["llama", "gemma3", "qwen3_5"]

@@ -7,7 +7,7 @@ from helpers.side_by_side import NEW_TOKENS, PROMPT_LENGTH, assert_equal, make_p
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
 from transformers.generation import logits_process
 
-from hf_ddtree.decoding.acceptance import PER_TOKEN_PROCESSORS
+from hf_ddtree.decoding.choosing import PER_TOKEN_PROCESSORS
 
 # Tokens that end the continuation of the prompt early.
 EOS = {"eos_token_id": [42, 57], "pad_token_id": 0}

@@ -20,12 +20,11 @@ from transformers.generation.logits_process import (
 import hf_ddtree
 from hf_ddtree import DraftTree
 from hf_ddtree.attention import dispatch
-from hf_ddtree.decoding.acceptance import Chooser, accept
+from hf_ddtree.decoding.acceptance import accept
+from hf_ddtree.decoding.choosing import Chooser
 from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.target.cache_rows import CommittedRows
-from hf_ddtree.target.features import FeatureRecorder
-from hf_ddtree.target.forward import verify
-from hf_ddtree.target.past_recording import recording_past
+from hf_ddtree.target.model import CachedModel
 
 VOCAB_SIZE = 16
 NEW_TOKENS = 3
@@ -117,7 +116,6 @@ def verified_trees(model):
     """Several random trees after every prefix, each with the logits that the target gives to its nodes."""
     rng = random.Random(0)
     dispatch.install(model)
-    recorder = FeatureRecorder(model, ())
     verified = {}
     for length, num_trees in enumerate(NUM_TREES):
         for prefix in itertools.product(range(VOCAB_SIZE), repeat=length):
@@ -127,8 +125,9 @@ def verified_trees(model):
                 kwargs = {CACHE_KEY: cache, "position_ids": torch.arange(tokens.shape[1])[None], "use_cache": True}
                 rows = CommittedRows(tokens.shape[1] - 1, kwargs, batch_size=1, device=model.device)
                 tree = random_tree(rng, int(tokens[0, -1]), rng.randint(8, 40))
-                with recording_past(cache):
-                    logits = verify(model, [tree], rows, kwargs, recorder).outputs.logits[0]
+                cached_model = CachedModel(model, kwargs, rows)
+                with cached_model.recording_past():
+                    logits = cached_model.verify([tree]).logits[0]
                 verified.setdefault(prefix, []).append((tree, logits))
     return verified
 

@@ -73,7 +73,7 @@ def test_a_round_waits_once_before_the_verification_and_once_after(family, versi
     for waits in policy.rounds:
         assert [wait.kind for wait in waits] == [TO_HOST, TO_HOST], waits
         before, after = ("".join(wait.frames) for wait in waits)
-        assert ":propose:" in before and ":look_ahead:" in after
+        assert ":propose:" in before and ":_choose_on_device:" in after
     if rows == 1 or not do_sample:
         assert torch.equal(got, decode(model, None, rows, **options))
 

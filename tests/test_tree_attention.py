@@ -22,9 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_ddtree.attention import dispatch
 from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.target.cache_rows import CommittedRows
-from hf_ddtree.target.commit import commit
-from hf_ddtree.target.features import FeatureRecorder
-from hf_ddtree.target.forward import verify
+from hf_ddtree.target.model import CachedModel
 from hf_ddtree.target.past_recording import recording_past
 from hf_ddtree.tree.draft_tree import DraftTree
 
@@ -44,7 +42,6 @@ class Decoding:
 
     def __init__(self, model: PreTrainedModel, contexts: list[list[int]], padding: list[int] | None = None) -> None:
         self.model = model
-        self.recorder = FeatureRecorder(model, ())
         self.cache = DynamicCache(config=model.config)
         self.committed = [list(context) for context in contexts]
         self.padding = padding
@@ -54,15 +51,16 @@ class Decoding:
         up_to_root = torch.nn.functional.pad(tokens, (0, 1))
         arguments = mask_and_positions(up_to_root, padding)
         self.rows = CommittedRows(tokens.shape[1], arguments, len(tokens), tokens.device)
+        self.cached_model = CachedModel(model, {CACHE_KEY: self.cache}, self.rows)
 
     def verify(self, trees: list[DraftTree]) -> Tensor:
         """Logits `(batch, n, vocab)` of all nodes."""
         self.trees = trees
-        self.verification = verify(self.model, trees, self.rows, {CACHE_KEY: self.cache}, self.recorder)
-        return self.verification.outputs.logits
+        self.verification = self.cached_model.verify(trees)
+        return self.verification.logits
 
     def commit(self, paths: list[list[int]]) -> None:
-        commit(self.cache, self.verification, paths, self.rows)
+        self.cached_model.commit(self.verification.tree_pass, paths)
         for committed, tree, path in zip(self.committed, self.trees, paths):
             committed += tree.tokens_of(path)
 

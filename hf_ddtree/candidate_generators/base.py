@@ -18,7 +18,7 @@ from ..configuration import DDTreeConfig
 from ..interop.versions import CACHE_KEY, captured_layers, hidden_states_of
 from ..tree.draft_tree import DraftTree
 from ..tree.shape import TreeShape
-from .context import DraftContext
+from .context import DraftContext, VerifiedRound
 
 
 class TreeCandidateGenerator(CandidateGenerator):
@@ -62,6 +62,9 @@ class TreeCandidateGenerator(CandidateGenerator):
         """
         self.build_seconds = 0.0
         self.num_forwards = 0
+
+    def observe(self, verified: VerifiedRound) -> None:
+        """Called after each round, and after the prefill with the prompts' last tokens as roots; does nothing here."""
 
     def finish(self, context: DraftContext) -> None:
         """Called after the last round, with what `propose` would get now."""

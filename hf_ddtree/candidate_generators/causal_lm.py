@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.utils import ModelOutput
 
 from ..attention import dispatch
+from ..attention.tree_pass import TreePass
 from ..configuration import DDTreeConfig
 from ..drafters.causal_lm.checkpoint import check_causal_lm_fits
 from ..interop.generation import prefill, prompt_positions
 from ..interop.models import takes_logits_to_keep
 from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
-from ..target.commit import commit
-from ..target.features import FeatureRecorder
-from ..target.forward import Verification, verify
-from ..target.past_recording import recording_past
+from ..target.model import CachedModel
 from ..target.preallocation import give_room
 from ..target.requirements import check_cache
 from ..target.weights import execution_device
@@ -55,7 +52,7 @@ class CausalLMState:
     rows: CommittedRows | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     num_cached: list[int] = field(default_factory=list)
-    fed: tuple[Verification, Sequence[DraftTree]] | None = None
+    fed: tuple[TreePass, Sequence[DraftTree]] | None = None
 
     def continues(self, sequences: Sequence[Tensor]) -> bool:
         """Whether each of the sequences continues the one that is known."""
@@ -113,7 +110,6 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             state = CausalLMState(self._kind)
         self.state = state
         self._cached_elsewhere: list[Tensor] | None = None
-        self._recorder = FeatureRecorder(drafter, ())
         self._longest = getattr(text_config, "max_position_embeddings", None) or math.inf
         self._num_embeddings = drafter.get_input_embeddings().num_embeddings
         self._vocab_size = min(self._num_embeddings, target_model.get_input_embeddings().num_embeddings)
@@ -145,7 +141,7 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         if state.rows is None:
             self._prefill()
         trees = self._new_trees(roots, budget)
-        with recording_past(state.model_kwargs[CACHE_KEY]):
+        with self._cached_drafter().recording_past():
             return self._grow(trees, self._levels(trees), budget)
 
     def _levels(self, trees: list[GrowingTree]) -> Iterator[Tensor]:
@@ -176,7 +172,7 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
                     break
                 path.append(child)
             paths.append(path)
-        with recording_past(state.model_kwargs[CACHE_KEY]):
+        with self._cached_drafter().recording_past():
             self._commit(paths)
 
     def _prefill(self) -> None:
@@ -234,24 +230,29 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             `(sum of len(nodes), vocab)`, the logits after these nodes of each row, one row after the other.
         """
         state = self.state
-        assert state.rows is not None
         if state.fed is not None:
             self._commit([[] for _ in trees])
         known = [DraftTree(self._known(tree.token_ids), tree.parents, tree.log_probs) for tree in trees]
-        verification = verify(self.drafter, known, state.rows, state.model_kwargs, self._recorder)
-        state.fed = replace(verification, outputs=ModelOutput()), trees
+        verification = self._cached_drafter().verify(known)
+        assert verification.tree_pass is not None
+        state.fed = verification.tree_pass, trees
         self.num_forwards += 1
-        logits = verification.outputs.logits
+        logits = verification.logits
         row = [index for index, of_row in enumerate(nodes) for _ in of_row]
         node = [index for of_row in nodes for index in of_row]
         return logits[row, node, : self._vocab_size]
 
     def _commit(self, paths: list[list[int]]) -> None:
         state = self.state
-        assert state.fed is not None and state.rows is not None
-        commit(state.model_kwargs[CACHE_KEY], state.fed[0], paths, state.rows)
+        assert state.fed is not None
+        self._cached_drafter().commit(state.fed[0], paths)
         state.num_cached = [count + len(path) for count, path in zip(state.num_cached, paths)]
         state.fed = None
+
+    def _cached_drafter(self) -> CachedModel:
+        """The drafter with the cache of the state."""
+        assert self.state.rows is not None
+        return CachedModel(self.drafter, self.state.model_kwargs, self.state.rows)
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """The tokens, with token 0 in place of those that only the target's embedding table has."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..configuration import DDTreeConfig
 from ..tree.draft_tree import DraftTree
 from .base import TreeCandidateGenerator
-from .context import DraftContext
+from .context import DraftContext, VerifiedRound
 from .tree_checks import checked_trees
 
 
@@ -53,6 +53,10 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
             one.merge(other).truncate(budget) if other.num_drafted else one for one, other in zip(drafted, found)
         ]
         return [tree.best_chain() for tree in merged] if self._is_chain else merged
+
+    def observe(self, verified: VerifiedRound) -> None:
+        self._drafter.observe(verified)
+        self._lookup.observe(verified)
 
     def finish(self, context: DraftContext) -> None:
         self._drafter.finish(context)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..tree.draft_tree import DraftTree
+
 
 @dataclass(frozen=True)
 class DraftContext:
@@ -64,3 +66,19 @@ def join_features(news: Sequence[tuple[Tensor | None, Sequence[int]]]) -> tuple[
         torch.cat([part[row, : count[row]] for part, (_, count) in zip(parts, news)]) for row in range(len(counts))
     ]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), counts
+
+
+@dataclass(frozen=True)
+class VerifiedRound:
+    """What came of a round, for candidate generators that learn from it.
+
+    Attributes:
+        trees: The trees that were verified, one per row; roots alone where nothing was drafted.
+        logits: `(batch, n, vocab)`, what the target predicts after each node, on its device. Trees of fewer than `n`
+            nodes are padded.
+        paths: For each row the nodes that were accepted, from the root on; empty for a row that had finished.
+    """
+
+    trees: Sequence[DraftTree]
+    logits: Tensor
+    paths: Sequence[Sequence[int]]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
-from transformers.utils import ModelOutput
 
 from ..attention.mask import to_additive, tree_attention_mask
 from ..attention.tree_pass import TreePass
@@ -21,7 +20,6 @@ from ..interop.models import attention_implementation
 from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
 from ..target.commit import commit
-from ..target.forward import Verification
 from ..target.layers import decoder_layers
 from ..target.preallocation import give_room
 from ..target.weights import embedding_rows, execution_device, head_logits
@@ -262,8 +260,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             **{CACHE_KEY: stream.cache},
         )
         give_room(stream.cache)
-        fed = Verification(ModelOutput(), None, TreePass(batch, rows.lengths))
-        commit(stream.cache, fed, [list(range(count)) for count in counts], rows)
+        commit(stream.cache, TreePass(batch, rows.lengths), [list(range(count)) for count in counts], rows)
         self.num_forwards += 1
         return [states[: len(tree)] for states, tree in zip(outputs, trees)]
 

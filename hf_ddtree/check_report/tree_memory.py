@@ -17,8 +17,7 @@ from ..attention.tree_pass import TreePass
 from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
 from ..target.features import FeatureRecorder
-from ..target.forward import verify
-from ..target.past_recording import recording_past
+from ..target.model import CachedModel
 from ..tree.draft_tree import DraftTree
 
 
@@ -86,8 +85,9 @@ def measure_tree_memory(
             lambda _, args, kwargs: masks.extend(_tensors(kwargs["attention_mask"])), with_kwargs=True
         )
         try:
-            with recording_past(cache):
-                verification = verify(model, [tree], rows, model_kwargs, recorder)
+            cached_model = CachedModel(model, model_kwargs, rows, recorder)
+            with cached_model.recording_past():
+                verification = cached_model.verify([tree])
         finally:
             hook.remove()
         after = _cache_bytes(cache)

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from ..tree.tree_batch import TreeBatch
-from .acceptance import Choices, Chooser
+from .choosing import Choices, Chooser
+from .sequences import LockstepRows
 
 
-class LookAhead:
+class ChoicesOnDevice:
     """What the target chooses in a round, and how far that follows the trees.
 
     Args:
-        chooser: Chooses after every node at once (`looks_ahead`).
+        chooser: Chooses after every node at once (`chooses_per_node`).
         logits: `(batch, n, vocab)`, what the target predicts after each node.
         trees: The round's trees; None if nothing is drafted, and `n` is 1.
         depth: Depth of the deepest node.
@@ -63,14 +64,28 @@ class LookAhead:
                 "The target's logits are NaN, so no token can be drawn. Look for infinities in its weights or inputs."
             )
         num_nodes = logits.shape[1]
-        self._paths = [AcceptedPath(tokens[start : start + num_nodes]) for start in range(0, len(tokens), num_nodes)]
+        rows = (tokens[start : start + num_nodes] for start in range(0, len(tokens), num_nodes))
+        # For each row the nodes of its accepted path, parents first, and the token that follows each.
+        self._paths = [[(node, token) for node, token in enumerate(row) if token >= 0] for row in rows]
 
-    def of_rows(self, rows: Sequence[int]) -> tuple[list[AcceptedPath], _ChoicesAhead]:
-        """What `accept` takes in place of trees and chooser, for rows that walk together."""
-        paths = [self._paths[row] for row in rows]
-        first, end = rows[0], rows[-1] + 1
-        scores = None if self._scores is None else self._scores[first:end]
-        return paths, _ChoicesAhead(paths, self._logits[first:end], scores)
+    def accept(self, sequences: LockstepRows, paths: Sequence[list[int]]) -> None:
+        """Emits the choices along the accepted paths for as long as those of all rows go on, as `accept` would.
+
+        Args:
+            sequences: Takes the emitted tokens.
+            paths: For each of its rows the root alone; the visited nodes are appended one by one.
+        """
+        accepted = [self._paths[row] for row in sequences.rows]
+        first, end = sequences.rows[0], sequences.rows[-1] + 1
+        logits, scores = self._logits[first:end], None if self._scores is None else self._scores[first:end]
+        for steps in zip(*accepted):
+            nodes, chosen = [node for node, _ in steps], [token for _, token in steps]
+            for path, node in zip(paths, nodes):
+                if node:
+                    path.append(node)
+            emitted = sequences.append(Choices(chosen, nodes, logits, scores))
+            if sequences.finished or emitted != chosen:  # else a row has just ended
+                return
 
     def settle(self, steps: int) -> None:
         """Leaves the random generator as if there had been no draws but those of so many tokens a row."""
@@ -90,40 +105,6 @@ class LookAhead:
         else:
             of_nodes = races[depths, torch.arange(batch_size, device=device)[:, None]]
         return (probabilities / of_nodes).argmax(dim=-1)
-
-
-class AcceptedPath:
-    """A tree of which nothing is known but the path that the target takes.
-
-    Args:
-        tokens: For each node the token chosen after it, negative if the node is not on the path.
-    """
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.chosen = {node: token for node, token in enumerate(tokens) if token >= 0}
-        # A parent comes before its child.
-        nodes = list(self.chosen)
-        self._next = dict(zip(nodes, nodes[1:]))
-
-    def child_with_token(self, node: int, token: int) -> int | None:
-        """The next node if `token` is what was chosen after this one; else a row has just ended."""
-        return self._next.get(node) if self.chosen[node] == token else None
-
-
-class _ChoicesAhead:
-    """Choices that are made already, in the form of a chooser."""
-
-    looks_ahead = True
-
-    def __init__(self, paths: Sequence[AcceptedPath], logits: Tensor, scores: Tensor | None) -> None:
-        self._paths = paths
-        self._logits = logits
-        self._scores = scores
-
-    def choose(self, nodes: list[int], emitted: Tensor | None) -> Choices:
-        """The target's choices after one node a row."""
-        tokens = [path.chosen[node] for path, node in zip(self._paths, nodes)]
-        return Choices(tokens, nodes, self._logits, self._scores)
 
 
 def _accepted(chosen: Tensor, trees: TreeBatch) -> Tensor:

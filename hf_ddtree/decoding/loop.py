@@ -1,232 +1,347 @@
-"""The decoding loop: prefill, then rounds of propose, verify, accept and commit."""
+"""The decoding loop: prefill, then rounds of propose, verify, accept, commit and stop."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from ..attention import dispatch
-from ..attention.tree_pass import TreePass
 from ..budget.policy import BudgetPolicy, RoundCost, checked_nodes
-from ..candidate_generators import DraftContext, TreeCandidateGenerator, checked_trees, join_features
-from ..devices import on_device, searches
+from ..candidate_generators.base import TreeCandidateGenerator
+from ..candidate_generators.context import VerifiedRound
+from ..candidate_generators.tree_checks import checked_trees
+from ..devices import searches
 from ..interop.generation import is_callers_cache, kwargs_after_prefill, prefill, prompt_length
-from ..interop.versions import CACHE_KEY, cache_of
+from ..interop.versions import cache_of
 from ..output import DDTreeStats
 from ..target.cache_rows import CommittedRows
-from ..target.commit import commit
 from ..target.compiled import compiled_forward, num_graphs
 from ..target.features import FeatureRecorder
-from ..target.forward import attention_windows, step, verify
-from ..target.past_recording import recording_past
+from ..target.inputs import attention_windows
+from ..target.model import CachedModel, Verification
+from ..target.past_recording import keeps_past
 from ..target.preallocation import growing
 from ..target.requirements import check_cache
+from ..target.rollback import refuse_further_use, undone_on_error
 from ..target.static_cache import most_drafted
 from ..target.weights import execution_device
 from ..tree.draft_tree import DraftTree
-from .acceptance import Chooser, accept, follow
-from .acceptance_on_device import LookAhead
+from .acceptance import accept
+from .acceptance_on_device import ChoicesOnDevice
+from .batch import Batch
+from .choosing import Chooser
 from .distributed import Processes
-from .sequences import RowGroup, gather_rows, last_tokens
+from .draft_context import UnseenRounds
 
 PADDING_AT_ONCE = 64
 
 
-def decode(
-    model: PreTrainedModel,
-    groups: Sequence[RowGroup],
-    chooser: Chooser,
-    generator: TreeCandidateGenerator,
-    policy: BudgetPolicy,
-    stats: DDTreeStats,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    processes: Processes,
-) -> None:
-    """Extends the sequences of all rows until they must stop; leaves the cache as plain decoding leaves it.
+@dataclass
+class Round:
+    """One round under way.
+
+    Attributes:
+        trees: One per row.
+        num_cached: Tokens in the cache before it, of the longest row.
+        num_drafted: Drafted nodes of the largest tree.
+        num_graphs: Graphs that were compiled before it.
+        draft_seconds: Time to propose the trees and to choose their size, None if nothing was asked for.
+        proposed_at: When the trees were there, by `time.perf_counter`.
+        unfinished: Rows that are not finished before it.
+        verification: What the target says about the trees.
+        device_choices: The target's choices, if they are made already.
+        paths: The accepted nodes of each row, from the root on; empty for a row that is finished before the round.
+    """
+
+    trees: list[DraftTree]
+    num_cached: int
+    num_drafted: int
+    num_graphs: int
+    draft_seconds: float | None
+    proposed_at: float
+    unfinished: set[int]
+    verification: Verification = field(init=False)
+    device_choices: ChoicesOnDevice | None = None
+    paths: list[list[int]] = field(default_factory=list)
+
+
+class TreeDecoder:
+    """Extends the sequences of all rows until they must stop, and leaves the cache as standard decoding leaves it.
 
     Args:
         model: The target.
-        groups: All rows of the batch.
+        batch: All rows.
         chooser: Makes the target's choices.
-        generator: Who proposes trees.
-        policy: How many nodes each round is worth.
+        generator: Proposes trees.
+        policy: Decides how many nodes each round is worth.
         stats: Where to count what is done.
-        generation_config, model_kwargs: As `generate()` prepared them; the latter are updated in place.
+        processes: Those that run the target together with this one.
     """
-    dispatch.install(model)
-    vocab_size = model.get_input_embeddings().num_embeddings
-    recorder = FeatureRecorder(model, generator.feature_layers)
-    try:
-        prompt = gather_rows(groups)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: Batch,
+        chooser: Chooser,
+        generator: TreeCandidateGenerator,
+        policy: BudgetPolicy,
+        stats: DDTreeStats,
+        processes: Processes,
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._chooser = chooser
+        self._generator = generator
+        self._policy = policy
+        self._stats = stats
+        self._processes = processes
+        self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._target: CachedModel
+        self._unseen: UnseenRounds
+        self._error: BaseException | None = None
+
+    def decode(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+        """Decodes all rows.
+
+        Args:
+            generation_config, model_kwargs: As `generate()` prepared them; the latter are updated in place.
+        """
+        cache = cache_of(model_kwargs)
+        self._is_callers_cache = is_callers_cache(cache)
+        self._is_returned = generation_config.return_dict_in_generate or self._is_callers_cache
+        dispatch.install(self._model)
+        recorder = FeatureRecorder(self._model, self._generator.feature_layers)
+        try:
+            with self._undone_on_error(cache):
+                self._prefill(generation_config, model_kwargs, recorder)
+            with self._marked_on_error(), growing(cache), self._target.recording_past():
+                while not self._stop():
+                    self.run_round()
+                self._finish()
+        finally:
+            recorder.close()
+
+    def run_round(self) -> None:
+        """One round. What a streamer, a processor or a criterion raises is kept until the round is committed."""
+        current = self._propose()
+        with self._undone_on_error(self._target.cache, self._target.rows):
+            self._verify(current)
+            self._accept(current)
+            self._commit(current)
+
+    def _prefill(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], recorder: FeatureRecorder
+    ) -> None:
+        """Feeds the prompt, and emits the first token of each row."""
+        model, batch = self._model, self._batch
+        prompt, attention_mask = batch.token_ids(), model_kwargs.get("attention_mask")
         num_cached = int(cache_of(model_kwargs).get_seq_length())
         is_whole = prompt_length(generation_config, model_kwargs) == prompt.shape[1]
-        generator.start(prompt[:, : num_cached if is_whole else 0], num_cached)
-        prompt_mask = _mask_of(prompt, model_kwargs.get("attention_mask"))
+        self._generator.start(prompt[:, : num_cached if is_whole else 0], num_cached)
         with recorder.recording():
             outputs = prefill(model, prompt, generation_config, model_kwargs)
-        stats.target_forwards += 1
-        features, num_features = _without_padding(recorder.take(), model_kwargs.get("attention_mask"), len(prompt))
+        self._stats.target_forwards += 1
+        self._unseen = UnseenRounds(prompt, attention_mask, recorder.take())
         model_kwargs.update(kwargs_after_prefill(outputs, model_kwargs, model))
         cache = cache_of(model_kwargs)
         check_cache(cache)
         rows = CommittedRows(int(cache.get_seq_length()), model_kwargs, len(prompt), execution_device(model))
-        roots = [DraftTree.root_only(0) for _ in prompt]
-        logits = outputs.logits[:, -1:]
-        walk(groups, roots, logits, chooser, [[0] for _ in prompt], look_ahead(groups, roots, logits, chooser))
-        groups[0].sequences.keep_prefill(outputs)
-        del outputs
-
         forward = compiled_forward(model, generation_config, model_kwargs)
-        windows = attention_windows(model, cache)
-        news = [(features, num_features)]
-        emitted: list[list[int]] = [[] for _ in prompt]
-        with growing(cache), recording_past(cache):
-            while processes.any(not all(group.sequences.finished for group in groups)):
-                start = time.perf_counter()
-                going_on = _rows_going_on(groups)
-                asked = policy.nodes_to_draft(rows.num_cached, len(prompt))
-                most_nodes = processes.most(checked_nodes(policy, "nodes_to_draft", asked))
-                if most_nodes:
-                    context = _context(groups, prompt_mask, rows, news, emitted)
-                    news.clear()
-                    emitted = [[] for _ in prompt]
-                    with stats.stage("draft"):
-                        trees = generator.propose(context, most_nodes)
-                    trees = checked_trees(trees, context.roots, vocab_size)
-                    trees = _within_length(trees, groups)
-                    unfinished = [trees[row] for row in sorted(going_on)] or trees
-                    size = checked_nodes(
-                        policy, "nodes_to_verify", policy.nodes_to_verify(unfinished, rows.num_cached)
-                    )
-                    trees = _best_nodes(trees, min(size, most_drafted(cache, rows.num_cached)))
-                    trees = _with_padding_rows(processes.agree_on_trees(trees), groups)
+        self._target = CachedModel(model, model_kwargs, rows, recorder, forward, keeps_past(cache))
+        self._windows = attention_windows(model, cache)
+        self._emit_first(outputs.logits[:, -1:], prompt)
+        batch.first.keep_prefill(outputs)
+
+    def _emit_first(self, logits: Tensor, prompt: Tensor) -> None:
+        """Emits one token per row from `logits (batch, 1, vocab)`."""
+        last = prompt[:, -1].tolist() if prompt.shape[1] else [0] * len(prompt)
+        trees, paths = [DraftTree.root_only(token) for token in last], [[0] for _ in last]
+        self._walk(trees, logits, self._choose_on_device(trees, logits), paths)
+        self._generator.observe(VerifiedRound(trees, logits, paths))
+
+    def _propose(self) -> Round:
+        """The trees of a round, cut to what they are worth and to where they can lead."""
+        start = time.perf_counter()
+        rows, unfinished = self._target.rows, self._batch.unfinished_rows
+        num_cached = rows.num_cached
+        asked = self._policy.nodes_to_draft(num_cached, self._batch.num_rows)
+        most_nodes = self._processes.most(checked_nodes(self._policy, "nodes_to_draft", asked))
+        if most_nodes:
+            context = self._unseen.take(self._batch, rows.lengths)
+            with self._stats.stage("draft"):
+                proposed = self._generator.propose(context, most_nodes)
+            trees = self._cut(checked_trees(proposed, context.roots, self._vocab_size), unfinished)
+        else:
+            trees = [DraftTree.root_only(root) for root in self._batch.last_tokens()]
+        now = time.perf_counter()
+        return Round(
+            trees=trees,
+            num_cached=num_cached,
+            num_drafted=max(tree.num_drafted for tree in trees),
+            num_graphs=num_graphs(),
+            draft_seconds=now - start if most_nodes else None,
+            proposed_at=now,
+            unfinished=unfinished,
+        )
+
+    def _cut(self, trees: list[DraftTree], unfinished: set[int]) -> list[DraftTree]:
+        """The nodes of proposed trees that are worth verifying, the same in all processes that run the target."""
+        num_cached = self._target.rows.num_cached
+        trees = self._batch.within_length(trees)
+        counted = [trees[row] for row in sorted(unfinished)] or trees
+        size = checked_nodes(self._policy, "nodes_to_verify", self._policy.nodes_to_verify(counted, num_cached))
+        trees = _best_nodes(trees, min(size, most_drafted(self._target.cache, num_cached)))
+        return self._batch.with_padding(self._processes.agree_on_trees(trees))
+
+    def _verify(self, current: Round) -> None:
+        """One forward of the target over the trees; over the roots alone where a drafted token gives NaN."""
+        target, is_drafted = self._target, current.num_drafted > 0
+        with self._stats.stage("verify"):
+            if is_drafted or not target.rows.are_level or self._batch.has_finished_group:
+                self._run(current, target.verify(current.trees))
+            else:
+                self._run(current, target.step(current.trees))
+            if self._processes.any(is_drafted and (current.device_choices or current.verification).has_nan):
+                # It spoils the other branches, which standard decoding never sees.
+                if current.device_choices is not None:
+                    current.device_choices.settle(0)
+                target.commit(current.verification.tree_pass, [[] for _ in current.trees])
+                current.trees = [DraftTree.root_only(int(tree.token_ids[0])) for tree in current.trees]
+                self._run(current, target.verify(current.trees))
+
+    def _run(self, current: Round, verification: Verification) -> None:
+        current.verification = verification
+        current.device_choices = self._choose_on_device(current.trees, verification.logits, verification)
+
+    def _accept(self, current: Round) -> None:
+        """Emits what the target chooses along a path per row."""
+        current.paths = [[0] for _ in current.trees]
+        with self._stats.stage("accept"):
+            try:
+                self._walk(current.trees, current.verification.logits, current.device_choices, current.paths)
+            except BaseException as error:
+                self._error = error
+
+    def _commit(self, current: Round) -> None:
+        """Keeps the accepted paths in the cache, and tells everyone what came of the round."""
+        verification, paths = current.verification, current.paths
+        with self._stats.stage("commit"):
+            self._target.commit(verification.tree_pass, paths)
+        if self._error is not None:
+            return
+        self._batch.first.keep_round(verification.outputs, paths, self._windows)
+        emitted = self._batch.emitted_along(paths)
+        of_unfinished = [tokens if row in current.unfinished else None for row, tokens in enumerate(emitted)]
+        self._unseen.add(verification.features, paths, of_unfinished)
+        self._generator.observe(VerifiedRound(current.trees, verification.logits, paths))
+        self._stats.count(current.trees, paths)
+        if num_graphs() == current.num_graphs:  # else the round took as long as the compiler
+            self._policy.observe(
+                RoundCost(
+                    num_cached=current.num_cached,
+                    num_rows=self._batch.num_rows,
+                    num_drafted=current.num_drafted,
+                    accepted=[max(0, len(path) - 1) for path in paths],
+                    draft_seconds=current.draft_seconds,
+                    verify_seconds=time.perf_counter() - current.proposed_at,
+                )
+            )
+
+    def _stop(self) -> bool:
+        """Whether all rows are finished, in all processes.
+
+        Raises:
+            BaseException: What a streamer, a processor or a criterion raised in the last round.
+        """
+        if self._error is not None:
+            raise self._error
+        return not self._processes.any(not self._batch.finished)
+
+    def _finish(self) -> None:
+        """Tells the generator what it has not seen, and makes the rows of a returned cache level."""
+        self._generator.finish(self._unseen.take(self._batch, self._target.rows.lengths))
+        if self._is_returned:
+            self._pad_to_longest()
+        self._stats.draft_forwards = self._generator.num_forwards
+        self._stats.stage_seconds["build"] = self._generator.build_seconds
+        self._stats.stage_seconds["draft"] -= self._generator.build_seconds
+
+    def _walk(
+        self,
+        trees: Sequence[DraftTree],
+        logits: Tensor,
+        device_choices: ChoicesOnDevice | None,
+        paths: Sequence[list[int]],
+    ) -> None:
+        """Accepts a path of every unfinished group of rows and emits its tokens; `paths` of the others become empty.
+
+        Args:
+            trees: One per row.
+            logits: `(batch, n, vocab)`.
+            device_choices: The target's choices, if they are made already.
+            paths: For each row the root alone; extended in place.
+        """
+        unfinished = [group for group in self._batch.groups if not group.finished]
+        for group in self._batch.groups:
+            if group not in unfinished:
+                for row in group.rows:
+                    paths[row].clear()
+        try:
+            for group in unfinished:
+                of_group = [paths[row] for row in group.rows]
+                if device_choices is not None:
+                    device_choices.accept(group, of_group)
                 else:
-                    trees = [DraftTree.root_only(root) for root in last_tokens(groups)]
-                drafted = time.perf_counter()
-                graphs = num_graphs()
-                num_cached, num_drafted = rows.num_cached, max(tree.num_drafted for tree in trees)
-                with stats.stage("verify"):
-                    if num_drafted == 0 and rows.are_level and not any(group.sequences.finished for group in groups):
-                        verification = step(model, trees, rows, model_kwargs, recorder, forward)
-                    else:
-                        verification = verify(model, trees, rows, model_kwargs, recorder, forward)
-                    ahead = look_ahead(groups, trees, verification.outputs.logits, chooser, verification.tree_pass)
-                    has_nan = verification.has_nan if ahead is None else ahead.has_nan
-                    if processes.any(has_nan and num_drafted > 0):
-                        # A drafted token that gives NaN spoils the other branches, which plain decoding never sees.
-                        commit(cache, verification, [[] for _ in trees], rows)
-                        trees = [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
-                        verification = verify(model, trees, rows, model_kwargs, recorder, forward)
-                        if ahead is not None:
-                            ahead.settle(0)
-                            ahead = look_ahead(groups, trees, verification.outputs.logits, chooser)
-                paths = [[0] for _ in trees]
-                try:
-                    with stats.stage("accept"):
-                        walk(groups, trees, verification.outputs.logits, chooser, paths, ahead)
-                finally:
-                    with stats.stage("commit"):
-                        commit(cache, verification, paths, rows)
-                groups[0].sequences.keep_round(verification.outputs, paths, windows)
-                news.append(_features_of(verification.features, paths))
-                for row, tokens in enumerate(_emitted_along(groups, paths)):
-                    emitted[row] = emitted[row] + tokens if row in going_on else []
-                stats.count(trees, paths)
-                if num_graphs() == graphs:  # else the round took as long as the compiler
-                    policy.observe(
-                        RoundCost(
-                            num_cached=num_cached,
-                            num_rows=len(prompt),
-                            num_drafted=num_drafted,
-                            accepted=[max(0, len(path) - 1) for path in paths],
-                            draft_seconds=drafted - start if most_nodes else None,
-                            verify_seconds=time.perf_counter() - drafted,
-                        )
-                    )
-            generator.finish(_context(groups, prompt_mask, rows, news, emitted))
-            if _is_returned(cache, generation_config):
-                stats.target_forwards += _pad_to_longest(model, groups, rows, model_kwargs, processes)
-    finally:
-        recorder.close()
-    stats.draft_forwards = generator.num_forwards
-    stats.stage_seconds["build"] = generator.build_seconds
-    stats.stage_seconds["draft"] -= generator.build_seconds
+                    rows = slice(group.rows[0], group.rows[-1] + 1)
+                    accept(trees[rows], logits[rows], self._chooser, group, of_group)
+        finally:
+            if device_choices is not None:
+                device_choices.settle(max(map(len, paths)))
 
+    def _choose_on_device(
+        self, trees: Sequence[DraftTree], logits: Tensor, verification: Verification | None = None
+    ) -> ChoicesOnDevice | None:
+        """The target's choices at all nodes if the logits are on an accelerator and each depends on its node alone."""
+        if not searches(logits.device) or not self._chooser.chooses_per_node:
+            return None
+        if verification is None or verification.tree_pass is None or logits.shape[1] == 1:
+            return ChoicesOnDevice(self._chooser, logits, trees=None, depth=0, padding=self._batch.padding)
+        depth = max(int(tree.depths.max()) for tree in trees)
+        return ChoicesOnDevice(self._chooser, logits, verification.tree_pass.trees, depth, self._batch.padding)
 
-def walk(
-    groups: Sequence[RowGroup],
-    trees: Sequence[DraftTree],
-    logits: Tensor,
-    chooser: Chooser,
-    paths: Sequence[list[int]],
-    ahead: LookAhead | None,
-) -> None:
-    """Accepts a path in every row that goes on and emits its tokens; `paths` of the others become empty.
+    def _pad_to_longest(self) -> None:
+        """Feeds padding to the rows that finished early, as standard decoding does, until all rows are as long."""
+        target = self._target
+        last, pad_token = self._batch.last_tokens(), self._batch.first.pad_token
+        while self._processes.any(not target.rows.are_level):
+            longest = target.rows.num_cached
+            at_once = min(PADDING_AT_ONCE, 1 + most_drafted(target.cache, longest))
+            missing = [min(longest - length, at_once) for length in target.rows.lengths]
+            trees = [DraftTree.chain([token] + [pad_token] * (count - 1)) for token, count in zip(last, missing)]
+            target.commit(target.verify(trees).tree_pass, [list(range(count)) for count in missing])
+            last = [pad_token if count else token for token, count in zip(last, missing)]
+            self._stats.target_forwards += 1
 
-    Args:
-        groups: All rows of the batch.
-        trees: One a row.
-        logits: `(batch, n, vocab)`.
-        chooser: Makes the target's choices.
-        paths: For each row the root alone; extended in place.
-        ahead: The target's choices, if they are made already.
-    """
-    going_on = [group for group in groups if not group.sequences.finished]
-    for path in (paths[row] for group in groups if group not in going_on for row in group.rows):
-        path.clear()
-    try:
-        for group in going_on:
-            paths_of_group = [paths[row] for row in group.rows]
-            if ahead is not None:
-                follow(*ahead.of_rows(group.rows), group.sequences, paths_of_group)
-                continue
-            # Rows that walk together are those of the whole batch, or one.
-            of_group = logits if len(groups) == 1 else logits[group.rows[0] : group.rows[0] + 1]
-            accept([trees[row] for row in group.rows], of_group, chooser, group.sequences, paths_of_group)
-    finally:
-        if ahead is not None:
-            ahead.settle(max(map(len, paths)))
+    def _undone_on_error(self, cache: Cache, rows: CommittedRows | None = None) -> AbstractContextManager[None]:
+        """Puts a cache that the caller has passed in back to what is committed if something ends a round early."""
+        return undone_on_error(cache, rows) if self._is_callers_cache else nullcontext()
 
-
-def look_ahead(
-    groups: Sequence[RowGroup],
-    trees: Sequence[DraftTree],
-    logits: Tensor,
-    chooser: Chooser,
-    tree_pass: TreePass | None = None,
-) -> LookAhead | None:
-    """The target's choices at all nodes if the logits are on an accelerator and no choice depends on others."""
-    if not searches(logits.device) or not chooser.looks_ahead:
-        return None
-    padding = {
-        row: group.sequences.pad_token
-        for group in groups
-        for row, pads in zip(group.rows, group.sequences.padding)
-        if pads
-    }
-    if tree_pass is None or logits.shape[1] == 1:
-        return LookAhead(chooser, logits, None, 0, padding)
-    return LookAhead(chooser, logits, tree_pass.trees, max(int(tree.depths.max()) for tree in trees), padding)
-
-
-def _rows_going_on(groups: Sequence[RowGroup]) -> set[int]:
-    return {row for group in groups for row, goes_on in zip(group.rows, group.sequences.unfinished) if goes_on}
-
-
-def _emitted_along(groups: Sequence[RowGroup], paths: Sequence[list[int]]) -> list[list[int]]:
-    """For each row the tokens that its path's nodes emitted."""
-    emitted: list[list[int]] = [[] for _ in paths]
-    for group in groups:
-        for place, row in enumerate(group.rows):
-            first = len(group.sequences.emitted) - len(paths[row])
-            emitted[row] = [tokens[place] for tokens in group.sequences.emitted[first:]]
-    return emitted
+    @contextmanager
+    def _marked_on_error(self) -> Iterator[None]:
+        """Makes an error of every later use of a passed-in cache that an exception leaves with unequal rows."""
+        try:
+            yield
+        except BaseException:
+            if self._is_callers_cache and not self._target.rows.are_level:
+                refuse_further_use(self._target.cache)
+            raise
 
 
 def _best_nodes(trees: Sequence[DraftTree], size: int) -> list[DraftTree]:
@@ -236,127 +351,3 @@ def _best_nodes(trees: Sequence[DraftTree], size: int) -> list[DraftTree]:
     if size == 0:
         return [DraftTree.root_only(int(tree.token_ids[0])) for tree in trees]
     return [tree.truncate(size) for tree in trees]
-
-
-def _within_length(trees: list[DraftTree], groups: Sequence[RowGroup]) -> list[DraftTree]:
-    """Cuts off nodes too deep to be emitted under the length limit, whose positions plain decoding never reaches."""
-    trees = list(trees)
-    for group in groups:
-        room = group.sequences.room
-        if room is not None and not group.sequences.finished:
-            for row in group.rows:
-                trees[row] = trees[row].limit_depth(room - 1)
-    return trees
-
-
-def _with_padding_rows(trees: list[DraftTree], groups: Sequence[RowGroup]) -> list[DraftTree]:
-    """Replaces the trees of rows that have finished: by padding as deep as the others, or by nothing."""
-    trees = list(trees)
-    for group in groups:
-        if group.sequences.finished:
-            for row in group.rows:
-                trees[row] = DraftTree.root_only(group.sequences.emitted[-1][0])
-        elif any(padding := group.sequences.padding):
-            depth = max(int(trees[row].depths.max()) for row, pads in zip(group.rows, padding) if not pads)
-            for row, pads in zip(group.rows, padding):
-                if pads:
-                    root = int(trees[row].token_ids[0])
-                    trees[row] = DraftTree.chain([root] + [group.sequences.pad_token] * depth)
-    return trees
-
-
-def _pad_to_longest(
-    model: PreTrainedModel,
-    groups: Sequence[RowGroup],
-    rows: CommittedRows,
-    model_kwargs: dict[str, Any],
-    processes: Processes,
-) -> int:
-    """Feeds padding to the rows that finished early, as plain decoding does, so that the cache's rows are level.
-
-    Returns:
-        The number of forwards.
-    """
-    recorder = FeatureRecorder(model, ())
-    newest = dict(enumerate(last_tokens(groups)))
-    pad_token = groups[0].sequences.pad_token
-    forwards = 0
-    while processes.any(not rows.are_level):
-        longest = rows.num_cached
-        at_once = min(PADDING_AT_ONCE, 1 + most_drafted(cache_of(model_kwargs), longest))
-        missing = [min(longest - length, at_once) for length in rows.lengths]
-        trees = [DraftTree.chain([newest[row]] + [pad_token] * (count - 1)) for row, count in enumerate(missing)]
-        verification = verify(model, trees, rows, model_kwargs, recorder)
-        commit(model_kwargs[CACHE_KEY], verification, [list(range(count)) for count in missing], rows)
-        newest = {row: pad_token if count else newest[row] for row, count in enumerate(missing)}
-        forwards += 1
-    return forwards
-
-
-def _is_returned(cache: DynamicCache, generation_config: GenerationConfig) -> bool:
-    return generation_config.return_dict_in_generate or is_callers_cache(cache)
-
-
-def _context(
-    groups: Sequence[RowGroup],
-    prompt_mask: Tensor | None,
-    rows: CommittedRows,
-    news: Sequence[tuple[Tensor | None, list[int]]],
-    emitted: Sequence[Sequence[int]],
-) -> DraftContext:
-    """What the generator may know now: all tokens, and the features of those committed since it was last asked."""
-    token_ids, lengths = gather_rows(groups), tuple(rows.lengths)
-    mask = _token_mask(prompt_mask, token_ids, lengths)
-    return DraftContext(token_ids.clone(), lengths, *join_features(news), mask, emitted, last_tokens(groups))
-
-
-def _mask_of(prompt: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-    """`(batch, length)` bool, which of the prompt's tokens are no padding; None if none are."""
-    if attention_mask is None or prompt.shape[1] == 0:
-        return None
-    mask = attention_mask[:, attention_mask.shape[1] - prompt.shape[1] :].bool()
-    return None if bool(mask.all()) else mask
-
-
-def _token_mask(prompt_mask: Tensor | None, token_ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
-    """The same of all tokens so far; rows of which less is committed are padded at the left."""
-    if prompt_mask is None:
-        return None
-    mask = torch.ones_like(token_ids, dtype=torch.bool)
-    for row, of_prompt, length in zip(mask, prompt_mask, lengths):
-        behind = max(lengths) - length
-        row[:behind] = False
-        row[behind : behind + len(of_prompt)] = of_prompt
-    return mask
-
-
-def _features_of(features: Tensor | None, paths: Sequence[list[int]]) -> tuple[Tensor | None, list[int]]:
-    """The features of the paths' nodes, `(batch, longest, features)` aligned at the left, and each row's number."""
-    counts = list(map(len, paths))
-    if features is None:
-        return None, counts
-    if len(paths) == 1:
-        if paths[0] == list(range(counts[0])):
-            return features[:, : counts[0]], counts
-        return features.index_select(1, on_device(paths[0], features.device)), counts
-    longest = max(counts)
-    index = on_device([path + [0] * (longest - len(path)) for path in paths], features.device)
-    return features.gather(1, index[..., None].expand(-1, -1, features.shape[-1])), counts
-
-
-def _without_padding(
-    features: Tensor | None, attention_mask: Tensor | None, batch_size: int
-) -> tuple[Tensor | None, list[int]]:
-    """The features of the prompt's tokens, `(batch, longest, features)` aligned at the left, and each row's number."""
-    if features is None:
-        return None, [0] * batch_size
-    length = features.shape[1]
-    if attention_mask is None:
-        return features, [length] * batch_size
-    is_token = attention_mask[:, -length:].bool()
-    counts = is_token.sum(dim=1).tolist()
-    if min(counts) == length:
-        return features, counts
-    # A stable sort brings each row's tokens to the front without changing their order.
-    index = is_token.int().argsort(dim=1, descending=True, stable=True)[:, : max(counts)].to(features.device)
-    return features.gather(1, index[..., None].expand(-1, -1, features.shape[-1])), counts

@@ -1,9 +1,8 @@
-"""The sequences that decoding emits: tokens, their scores, the streamer, and where they must stop."""
+"""The sequences of rows in lockstep: emitted tokens, their scores, the streamer, and where they must stop."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,36 +12,40 @@ from transformers.utils import ModelOutput
 
 from ..devices import on_device
 from ..interop.generation import padding_token
-from .acceptance import Choices
+from .choosing import Choices
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
-class EmittedSequences:
-    """Rows that are extended together, a token each at a time, exactly as plain decoding extends a batch.
+class LockstepRows:
+    """Rows that are extended together, one token each at a time, exactly as standard decoding extends a batch.
 
     Args:
+        rows: Their indices in the batch.
         input_ids: `(rows, length)` int64, the prompts.
         stopping_criteria: Asked after every token.
         generation_config: Says whether scores and logits are kept, and what pads a row that has finished.
         streamer: Gets every token as soon as it is emitted.
 
     Attributes:
+        rows: As given.
         emitted: For each step the token of every row, as the host knows them.
-        unfinished: Which rows go on.
-        scores, logits: A tensor `(rows, vocab)` a token, None if they are not kept.
-        hidden_states, attentions: What the target's outputs of this name would be in plain decoding, an entry a token;
-            None if they are not kept.
+        unfinished: Which rows are not finished.
+        scores, logits: One tensor `(rows, vocab)` per token, None if they are not kept.
+        hidden_states, attentions: What the target's outputs of this name would be in standard decoding, one entry per
+            token; None if they are not kept.
     """
 
     def __init__(
         self,
+        rows: Sequence[int],
         input_ids: Tensor,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None = None,
     ) -> None:
+        self.rows = list(rows)
         keeps_details = generation_config.return_dict_in_generate
         self._buffer = input_ids
         self._length = input_ids.shape[1]
@@ -51,7 +54,7 @@ class EmittedSequences:
         self._max_length = stopping_criteria.max_length
         self._end_tokens = _end_tokens(stopping_criteria)
         self._streamer = streamer
-        # As in plain decoding, rows are padded only where an end-of-sequence token can end one before the others.
+        # As in standard decoding, rows are padded only where an end-of-sequence token can end one before the others.
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._pad_token = padding_token(generation_config)
         self.emitted: list[list[int]] = []
@@ -75,7 +78,7 @@ class EmittedSequences:
 
     @property
     def finished(self) -> bool:
-        """Whether no row goes on."""
+        """Whether all rows are finished."""
         return not any(self.unfinished)
 
     @property
@@ -85,7 +88,7 @@ class EmittedSequences:
 
     @property
     def padding(self) -> list[bool]:
-        """Which rows have finished and get padding from now on."""
+        """Which rows are finished and get padding from now on."""
         return [self._pads and not unfinished for unfinished in self.unfinished]
 
     @property
@@ -94,7 +97,7 @@ class EmittedSequences:
         return self._pad_token
 
     def append(self, choices: Choices) -> list[int]:
-        """Emits a token a row: scores, tokens, criteria, streamer, in the order of plain decoding.
+        """Emits one token per row: scores, tokens, criteria, streamer, in the order of standard decoding.
 
         Returns:
             The emitted tokens: those of `choices`, and padding for rows that have finished.
@@ -115,7 +118,7 @@ class EmittedSequences:
             stop = self._stopping_criteria(
                 self.token_ids, None if self.scores is None else tuple(self.scores)
             ).tolist()
-            # A criterion may have written into them, which plain decoding goes on from.
+            # A criterion may have written into them, which standard decoding continues from.
             tokens = self.emitted[-1] = self.token_ids[:, -1].tolist()
         self.unfinished = [unfinished and not stops for unfinished, stops in zip(self.unfinished, stop)]
         if self._streamer is not None:
@@ -130,10 +133,10 @@ class EmittedSequences:
             self.attentions.append(outputs.attentions)
 
     def keep_round(self, outputs: ModelOutput, paths: Sequence[list[int]], windows: Sequence[int | None]) -> None:
-        """Keeps the hidden states and attentions of a verification, an entry for each node that emitted a token.
+        """Keeps the hidden states and attentions of a verification, one entry per node that emitted a token.
 
         Args:
-            outputs: Of a forward over trees, one a row.
+            outputs: Of a forward over trees, one per row.
             paths: The rows' accepted paths, all of the same length.
             windows: For each entry of the attentions its layer's sliding window, None without one.
         """
@@ -189,7 +192,7 @@ def _weights_of(weights: Tensor, paths: Sequence[list[int]], window: int | None)
 
     Args:
         weights: `(rows, heads, n, cached + n)`, of all nodes.
-        paths: One a row, all of the same length.
+        paths: One per row, all of the same length.
         window: The layer's sliding window, None without one.
     """
     num_nodes = weights.shape[2]
@@ -200,39 +203,3 @@ def _weights_of(weights: Tensor, paths: Sequence[list[int]], window: int | None)
         keys = torch.cat((cached, nodes))[-window if window is not None else None :]
         rows.append(weights[row, :, path[-1] : path[-1] + 1, keys])
     return torch.stack(rows)
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """Rows of the batch that walk together.
-
-    Attributes:
-        rows: Their indices in the batch.
-        sequences: What they emit.
-    """
-
-    rows: list[int]
-    sequences: EmittedSequences
-
-
-def last_tokens(groups: Sequence[RowGroup]) -> list[int]:
-    """The last token of every row, as the host knows it."""
-    if len(groups) == 1:
-        return groups[0].sequences.emitted[-1]
-    tokens = {row: token for group in groups for row, token in zip(group.rows, group.sequences.emitted[-1])}
-    return [tokens[row] for row in range(len(tokens))]
-
-
-def gather_rows(groups: Sequence[RowGroup], pad_token: int = 0, pad_left: bool = True) -> Tensor:
-    """`(batch, length)` int64, the tokens of all rows; shorter ones are padded."""
-    if len(groups) == 1:
-        return groups[0].sequences.token_ids
-    rows = {row: ids for group in groups for row, ids in zip(group.rows, group.sequences.token_ids)}
-    length = max(map(len, rows.values()))
-    return torch.stack(
-        [
-            torch.nn.functional.pad(rows[row], (missing, 0) if pad_left else (0, missing), value=pad_token)
-            for row in range(len(rows))
-            for missing in [length - len(rows[row])]
-        ]
-    )

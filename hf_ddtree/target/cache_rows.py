@@ -48,6 +48,11 @@ class CommittedRows:
         self._lengths = None
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
 
+    def put_back(self, lengths: list[int]) -> None:
+        """Takes back what was counted since the rows had these lengths."""
+        self._lengths = None
+        self.lengths = lengths
+
     def lengths_on_device(self) -> Tensor:
         """`(batch, 1)` int64, `lengths` where the target takes its inputs."""
         if self._lengths is None:

@@ -8,44 +8,50 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer
 
 from ..attention.path_state import advance_states
 from ..attention.tree_pass import TreePass
 from ..devices import on_device
 from .cache_rows import CommittedRows
-from .forward import (
-    Verification,
-)
 from .past_recording import stateful_layers
 
 
 def commit(
-    cache: DynamicCache, verification: Verification, paths: Sequence[Sequence[int]], rows: CommittedRows
+    cache: DynamicCache | StaticCache,
+    tree_pass: TreePass,
+    paths: Sequence[Sequence[int]],
+    rows: CommittedRows,
+    keep_past: bool = False,
 ) -> None:
     """Makes the cache what it would be had only each path's nodes been fed, in order.
 
     Args:
-        cache: The cache that `verify` fed the trees to.
-        verification: What was fed to it.
-        paths: One path a row, from the root on; empty for a row that stays as it is.
+        cache: The cache that the trees were fed to.
+        tree_pass: The forward that fed them.
+        paths: One per row, from the root on; empty for a row that stays as it is.
         rows: What the cache held before; brought up to date.
+        keep_past: Whether layers with a window or a convolution keep all that they were fed, so that the caller can
+            `crop` the cache. All rows must then have equally long paths.
     """
-    tree_pass = verification.tree_pass
-    if tree_pass is None:
-        return
     before = rows.lengths
     rows.advance(list(map(len, paths)))
     committed = _CommittedPaths(paths, tree_pass.trees.num_nodes, before, rows.num_cached)
     stateful = stateful_layers(cache)
     _advance_states(stateful, tree_pass, committed)
-    _keep_conv_inputs(stateful, tree_pass, committed)
+    _keep_conv_inputs(stateful, tree_pass, committed, keep_past)
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             kept = min(layer.sliding_window - 1, rows.num_cached)
-            layer.keys = committed.last_entries(layer.keys, kept, dim=-2)
-            layer.values = committed.last_entries(layer.values, kept, dim=-2)
+            for name in ("keys", "values"):
+                entries = getattr(layer, name)
+                kept_entries = (
+                    committed.all_entries(entries, dim=-2)
+                    if keep_past
+                    else committed.last_entries(entries, kept, dim=-2)
+                )
+                setattr(layer, name, kept_entries)
             layer.cumulative_length = rows.num_cached
         elif isinstance(layer, DynamicLayer):
             layer.keys = committed.in_place(layer.keys)
@@ -72,16 +78,21 @@ def _advance_states(layers: list[LinearAttentionLayer], tree_pass: TreePass, com
         advance_states([states[index] for index in indices], factors_of_kind, *committed.on(device))
 
 
-def _keep_conv_inputs(layers: list[LinearAttentionLayer], tree_pass: TreePass, committed: _CommittedPaths) -> None:
-    """Commits the last inputs of the convolutions, layers that are alike together."""
+def _keep_conv_inputs(
+    layers: list[LinearAttentionLayer], tree_pass: TreePass, committed: _CommittedPaths, keep_past: bool
+) -> None:
+    """Commits the last inputs of the convolutions, or all of them, layers that are alike together."""
     kinds = [
         (layer.conv_kernel_size[0], inputs.shape, inputs.dtype, inputs.device)
         for layer, inputs in zip(layers, tree_pass.conv_inputs)
     ]
     for (kernel_size, *_), indices in _alike(kinds):
         of_kind = torch.cat([tree_pass.conv_inputs[index] for index in indices], dim=1)
-        kept = committed.last_entries(of_kind, kernel_size, dim=-1).chunk(len(indices), dim=1)
-        for index, inputs in zip(indices, kept):
+        if keep_past:
+            kept = committed.all_entries(of_kind, dim=-1)
+        else:
+            kept = committed.last_entries(of_kind, kernel_size, dim=-1)
+        for index, inputs in zip(indices, kept.chunk(len(indices), dim=1)):
             if layers[index].record_past:
                 layers[index].conv_states[0] = inputs.contiguous()
             else:
@@ -144,6 +155,11 @@ class _CommittedPaths:
             return np.array(rows)
 
         return _gather(entries, self._cached_index(("last", first, count, entries.device), index), dim)
+
+    def all_entries(self, entries: Tensor, dim: int) -> Tensor:
+        """All entries that were committed before and those of the paths, along `dim` of `(batch, ...)`."""
+        first = entries.shape[dim] - self._num_nodes
+        return self.last_entries(entries, first + int(self._lengths[0]), dim)
 
     def in_place(self, entries: Tensor) -> Tensor:
         """Moves the paths' entries of `(batch, ..., n, dim)` behind each row's committed ones; cuts off the rest."""

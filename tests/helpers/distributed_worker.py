@@ -17,7 +17,7 @@ import hf_ddtree  # noqa: F401
 from helpers.families import VOCAB_SIZE, make_model
 from helpers.random_drafter import make_drafter
 from helpers.side_by_side import make_prompt
-from hf_ddtree.target.forward import Verification
+from hf_ddtree.target.model import Verification
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 
 FAMILIES = ("llama", "gemma3", "qwen3_5")

@@ -1,0 +1,133 @@
+"""The target's own choice of a token, made exactly as standard decoding makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from ..devices import on_device
+
+# Processors that treat each row of scores by itself and never look at the tokens before it. Exact types, as a
+# subclass may do otherwise.
+PER_TOKEN_PROCESSORS = frozenset(
+    {
+        logits_process.EpsilonLogitsWarper,
+        logits_process.EtaLogitsWarper,
+        logits_process.InfNanRemoveLogitsProcessor,
+        logits_process.LogitNormalization,
+        logits_process.MinPLogitsWarper,
+        logits_process.SuppressTokensLogitsProcessor,
+        logits_process.TemperatureLogitsWarper,
+        logits_process.TopKLogitsWarper,
+        logits_process.TopPLogitsWarper,
+        logits_process.TypicalLogitsWarper,
+    }
+)
+
+
+@dataclass(slots=True)
+class Choices:
+    """The target's choice after one node per row, for rows in lockstep.
+
+    Attributes:
+        tokens: The chosen token of each row.
+        nodes: The node of each row.
+        all_logits: `(rows, n, vocab)`, what the target said after all nodes.
+        all_scores: The same in float32 after all processors, None if no processor had to run.
+    """
+
+    tokens: list[int]
+    nodes: list[int]
+    all_logits: Tensor
+    all_scores: Tensor | None
+
+    @property
+    def logits(self) -> Tensor:
+        """`(rows, vocab)`, what the target said."""
+        return rows_at(self.all_logits, self.nodes)
+
+    @property
+    def scores(self) -> Tensor | None:
+        """`(rows, vocab)` float32 after all processors, None if no processor had to run."""
+        return None if self.all_scores is None else rows_at(self.all_scores, self.nodes)
+
+
+class Chooser:
+    """Chooses tokens as standard decoding does.
+
+    Processors that look at one row of scores alone run on all nodes at once. If there are others, the whole list runs
+    at the visited nodes only, in order, each time on the tokens emitted so far.
+
+    Args:
+        logits_processor: The processors that `generate()` prepared.
+        do_sample: Whether to sample, from PyTorch's default generator and with the calls that standard decoding makes;
+            so a seed gives the tokens that it gives there.
+        agree: Replaces this process's choices by those of the process that decides for it, if one does.
+
+    Attributes:
+        chooses_per_node: Whether a choice depends on its node alone, so that all can be made at once.
+    """
+
+    def __init__(
+        self,
+        logits_processor: LogitsProcessorList,
+        do_sample: bool,
+        agree: Callable[[Tensor], Tensor] = lambda choices: choices,
+    ) -> None:
+        self._processors = logits_processor
+        self.do_sample = do_sample
+        self.agree = agree
+        self.chooses_per_node = all(type(processor) in PER_TOKEN_PROCESSORS for processor in logits_processor)
+
+    def look_at(self, logits: Tensor) -> None:
+        """Takes a round's logits `(rows, n, vocab)`, what the target predicts after each node."""
+        self._logits = logits
+        self._scores = self.scores_at_all_nodes(logits) if self.chooses_per_node else None
+        self._greedy: list[list[int]] | None = None
+        if self.chooses_per_node and not self.do_sample:
+            self._greedy = self.agree((logits if self._scores is None else self._scores).argmax(dim=-1)).tolist()
+
+    def scores_at_all_nodes(self, logits: Tensor) -> Tensor | None:
+        """`(rows, n, vocab)` float32, the logits after processors that look at them alone; None if there are none."""
+        if not self._processors:
+            return None
+        flat = logits.flatten(0, 1).float()
+        no_tokens = torch.zeros((len(flat), 1), dtype=torch.int64, device=logits.device)
+        return self._processors(no_tokens, flat).view_as(logits)
+
+    def choose(self, nodes: list[int], emitted: Tensor | None) -> Choices:
+        """The target's choices after one node per row.
+
+        Args:
+            nodes: The node of each row.
+            emitted: `(rows, length)`, the tokens emitted so far, the nodes' last; None if choices are made per node.
+        """
+        if self._greedy is not None:
+            tokens = [row[node] for row, node in zip(self._greedy, nodes)]
+            return Choices(tokens, nodes, self._logits, self._scores)
+        choices = Choices([], nodes, self._logits, self._scores)
+        if not self.chooses_per_node:
+            assert emitted is not None
+            logits = choices.logits.to(copy=True, dtype=torch.float32, device=emitted.device)
+            scores = self._processors(emitted, logits)
+            choices = Choices([], [0] * len(nodes), logits[:, None], scores[:, None])
+        values = choices.logits if choices.all_scores is None else choices.scores
+        assert values is not None
+        if self.do_sample:
+            chosen = torch.multinomial(values.float().softmax(dim=-1), num_samples=1).squeeze(1)
+        else:
+            chosen = values.argmax(dim=-1)
+        choices.tokens = self.agree(chosen).tolist()
+        return choices
+
+
+def rows_at(values: Tensor, nodes: list[int]) -> Tensor:
+    """`(rows, vocab)` of `values (rows, n, vocab)` at one node per row."""
+    if len(nodes) == 1:
+        return values[0, nodes[0] : nodes[0] + 1]
+    return values[torch.arange(len(nodes), device=values.device), on_device(nodes, values.device)]
