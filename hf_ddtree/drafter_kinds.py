@@ -15,6 +15,7 @@ from .candidate_generators.base import TreeCandidateGenerator
 from .candidate_generators.causal_lm import CausalLMTreeCandidateGenerator
 from .candidate_generators.dflash import DFlashTreeCandidateGenerator
 from .candidate_generators.mtp import MTPTreeCandidateGenerator
+from .candidate_generators.sequential_head import SequentialHeadTreeCandidateGenerator
 from .configuration import DDTreeConfig
 from .drafters.causal_lm.checkpoint import check_config_fits, is_causal_lm, load_causal_lm
 from .drafters.checkpoint import Checkpoint
@@ -22,6 +23,8 @@ from .drafters.dflash import DFlashDraftModel
 from .drafters.dflash.checkpoint import check_dflash_fits, is_dflash, load_dflash, read_dflash_config
 from .drafters.dflash2 import DFlash2DraftModel
 from .drafters.dflash2.checkpoint import is_dflash2, read_dflash2_config
+from .drafters.dspark import DSparkDraftModel
+from .drafters.dspark.checkpoint import is_dspark, read_dspark_config
 from .drafters.mtp.checkpoint import is_mtp, load_mtp
 from .drafters.mtp.model import MTPDrafter
 from .drafters.native.checkpoint import check_native_fits, is_native_checkpoint, load_native
@@ -85,6 +88,15 @@ DRAFTER_KINDS = (
         load=load_native,
         matches=is_native,
         make_generator=_make_native_generator,
+    ),
+    DrafterKind(
+        name="DSpark",
+        recognises=lambda checkpoint, _: is_dspark(checkpoint),
+        read_config=read_dspark_config,
+        check_fits=check_dflash_fits,
+        load=partial(load_dflash, DSparkDraftModel),
+        matches=lambda drafter: isinstance(drafter, DSparkDraftModel),
+        make_generator=SequentialHeadTreeCandidateGenerator,
     ),
     DrafterKind(
         name="DFlash 2",

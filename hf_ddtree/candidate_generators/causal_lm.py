@@ -23,6 +23,7 @@ from ..target.model import CachedModel
 from ..target.preallocation import give_room
 from ..target.requirements import check_cache
 from ..target.weights import execution_device
+from ..tree.candidates import top_candidates
 from ..tree.draft_tree import DraftTree
 from ..tree.growing_tree import GrowingTree
 from .base import end_tokens_of
@@ -142,14 +143,15 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             self._prefill()
         trees = self._new_trees(roots, budget)
         with self._cached_drafter().recording_past():
-            return self._grow(trees, self._levels(trees), budget)
+            return self._grow(trees, self._levels(trees, self._width(budget)))
 
-    def _levels(self, trees: list[GrowingTree]) -> Iterator[Tensor]:
-        """For each level the logits after the frontiers, `(nodes of all frontiers, vocab)`."""
-        yield self._feed_sequences()
+    def _levels(self, trees: list[GrowingTree], width: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each level the candidates after the frontiers."""
+        yield top_candidates(self._feed_sequences(), width)
         while True:
             branches = [tree.branches() for tree in trees]
-            yield self._feed([tree for tree, _ in branches], [frontier for _, frontier in branches])
+            logits = self._feed([tree for tree, _ in branches], [frontier for _, frontier in branches])
+            yield top_candidates(logits, width)
 
     def _take_in(self, context: DraftContext) -> None:
         """Takes in the emitted tokens and commits the fed nodes among them; starts afresh with other sequences."""

@@ -76,7 +76,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self.feature_layers = tuple(drafter.config.target_layer_ids)
         self.end_tokens = end_tokens_of(target_model)
         self.state = state or DFlashState()
-        self._is_conditional = isinstance(drafter, DFlash2DraftModel) and self.config.tree_probabilities != "marginal"
+        self._is_conditional = drafter.is_conditional and self.config.tree_probabilities != "marginal"
         learns = self.config.calibrate and not self._is_conditional
         self._calibration = drafter.calibration if learns else None
         self._drafted: tuple[Tensor, Tensor] | None = None  # the candidates of the last round, (batch, depth, k)

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..tree.candidates import top_candidates
 from ..tree.draft_tree import DraftTree
 from ..tree.growing_tree import GrowingTree, grow_level
 from ..tree.shape import TreeShape
@@ -25,17 +24,19 @@ class LevelwiseTreeCandidateGenerator(TreeCandidateGenerator):
     def _new_trees(self, roots: list[int], budget: int) -> list[GrowingTree]:
         return [GrowingTree(root, budget, self._shape) for root in roots]
 
-    def _grow(self, trees: list[GrowingTree], levels: Iterator[Tensor], budget: int) -> list[DraftTree]:
+    def _width(self, budget: int) -> int:
+        """Most candidates below a node."""
+        return min(budget, self.config.tree_top_k or budget)
+
+    def _grow(self, trees: list[GrowingTree], levels: Iterator[tuple[Tensor, Tensor]]) -> list[DraftTree]:
         """Grows one tree per row.
 
         Args:
             trees: The trees, which hold their roots alone.
-            levels: Yields for each level the logits after the nodes of all frontiers in turn, `(nodes, vocab)`.
-            budget: Most nodes of a tree.
+            levels: Yields for each level the log-probabilities and tokens of the candidates after the nodes of all
+                frontiers in turn, `(nodes, k)`, as `top_candidates` gives them.
         """
-        width = min(budget, self.config.tree_top_k or budget)
-        for level, logits in enumerate(levels, start=1):
-            log_probs, token_ids = top_candidates(logits, width)
+        for level, (log_probs, token_ids) in enumerate(levels, start=1):
             with self.building():
                 grow_level(trees, log_probs, token_ids)
             if level == self._draft_length or not any(len(tree.frontier) for tree in trees):

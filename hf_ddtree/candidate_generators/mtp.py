@@ -23,6 +23,7 @@ from ..target.commit import commit
 from ..target.layers import decoder_layers
 from ..target.preallocation import give_room
 from ..target.weights import embedding_rows, execution_device, head_logits
+from ..tree.candidates import top_candidates
 from ..tree.draft_tree import DraftTree
 from ..tree.growing_tree import GrowingTree
 from ..tree.tree_batch import TreeBatch
@@ -136,17 +137,17 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         if not self.state.streams:
             return [DraftTree.root_only(root) for root in roots]
         trees = self._new_trees(roots, budget)
-        return self._grow(trees, self._levels(trees, roots), budget)
+        return self._grow(trees, self._levels(trees, roots, self._width(budget)))
 
-    def _levels(self, trees: list[GrowingTree], roots: list[int]) -> Iterator[Tensor]:
-        """For each level the logits after the frontiers, `(nodes of all frontiers, vocab)`."""
+    def _levels(self, trees: list[GrowingTree], roots: list[int], width: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each level the candidates after the frontiers."""
         branches = [(DraftTree.root_only(root), [0]) for root in roots]
         inputs: list[Tensor] = []
         for level in itertools.count():
             fed = [tree for tree, _ in branches]
             outputs = self._run_level(level, fed, inputs)
             frontiers = [states[nodes] for states, (_, nodes) in zip(outputs, branches)]
-            yield head_logits(self._head, torch.cat(frontiers))[..., : self._vocab_size]
+            yield top_candidates(head_logits(self._head, torch.cat(frontiers))[..., : self._vocab_size], width)
             branches = [tree.branches() for tree in trees]
             # A node's input is the output at its parent.
             inputs = [

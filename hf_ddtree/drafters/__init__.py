@@ -6,6 +6,7 @@ from typing import Any
 from .dflash import DFlashConfig, DFlashContextCache, DFlashDraftModel
 from .dflash.checkpoint import check_drafter_fits
 from .dflash2 import DFlash2Config, DFlash2DraftModel
+from .dspark import DSparkConfig, DSparkDraftModel
 from .native.view import is_native, view_native
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "DFlashConfig",
     "DFlashContextCache",
     "DFlashDraftModel",
+    "DSparkConfig",
+    "DSparkDraftModel",
     "check_drafter_fits",
     "is_native",
     "load_drafter",

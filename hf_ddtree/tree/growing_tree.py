@@ -33,6 +33,7 @@ class GrowingTree:
     Attributes:
         frontier: The kept nodes of the deepest level, by falling probability. Whoever grows the tree gives a
             distribution for each. Empty once nothing deeper can be among the kept.
+        frontier_parents: For each node of the frontier, the place of its parent in the frontier before.
     """
 
     def __init__(self, root_token_id: int, budget: int, shape: TreeShape = "best_first") -> None:
@@ -43,6 +44,12 @@ class GrowingTree:
         self._costs = np.zeros(1, dtype=np.float32)
         self._on_spine = np.ones(1, dtype=bool)
         self.frontier = np.zeros(1, dtype=np.int64)
+        self.frontier_parents = np.zeros(1, dtype=np.int64)
+
+    @property
+    def frontier_tokens(self) -> np.ndarray:
+        """`(len(frontier),)` int64, the tokens of the frontier's nodes."""
+        return self._token_ids[self.frontier]
 
     def grow(self, log_probs: Tensor, token_ids: Tensor) -> None:
         """Adds the level below the frontier, and drops what is no longer among the best.
@@ -69,6 +76,7 @@ class GrowingTree:
         self._token_ids, self._costs, self._on_spine = tokens[kept], costs[kept], on_spine[kept]
         self._parents = np.concatenate(([-1], kept.searchsorted(parents[kept[1:]])))
         self.frontier = (kept >= num_old).nonzero()[0]
+        self.frontier_parents = order[kept[self.frontier] - num_old] // width
 
     def branches(self) -> tuple[DraftTree, list[int]]:
         """The frontier and its ancestors as a tree, and which of its nodes are the frontier, in order."""

@@ -153,6 +153,8 @@ class DFlashDraftModel(PreTrainedModel):
     """
 
     config_class = DFlashConfig
+    # Whether it knows how probable a token is after another one.
+    is_conditional: bool = False
     layer_class: type[DFlashLayer] = DFlashLayer
     base_model_prefix = "model"
     main_input_name = "inputs_embeds"
@@ -288,9 +290,7 @@ class DFlashDraftModel(PreTrainedModel):
             `(..., vocab_size)`, or `(..., draft_vocab_size)` in the order of `target_token_ids`; on the device and in
             the dtype of the head.
         """
-        if self.config.draft_vocab_size is not None:
-            lm_head = self.lm_head
-        logits = head_logits(lm_head, hidden_states)
+        logits = head_logits(getattr(self, "lm_head", lm_head), hidden_states)
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier
         if bound := self.config.final_logit_softcapping:

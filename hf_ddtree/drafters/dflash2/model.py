@@ -101,6 +101,7 @@ class DFlash2DraftModel(DFlashDraftModel):
     """
 
     config_class = DFlash2Config
+    is_conditional = True
     layer_class = DFlash2Layer
     _no_split_modules = ["DFlash2Layer"]
 

@@ -1,0 +1,50 @@
+"""Checkpoints of DSpark drafters, as DeepSpec, SpecForge and the speculators library write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from ..speculators.layout import read_speculators_settings
+from ..zlab.layout import projector_type, read_zlab_settings
+from .config import DSparkConfig
+
+# The defaults of the speculators library.
+SPECULATORS_DEFAULTS: dict[str, Any] = {
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "sample_from_anchor": True,
+}
+
+
+def is_dspark(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint holds a DSpark drafter, in any layout."""
+    if checkpoint.speculators_type is not None:
+        return checkpoint.speculators_type == "dspark"
+    return (
+        checkpoint.model_type == DSparkConfig.model_type
+        or "Qwen3DSparkModel" in checkpoint.architectures
+        or ("DSparkDraftModel" in checkpoint.architectures and projector_type(checkpoint) in ("dflash", "dspark"))
+        or ("DFlashDraftModel" in checkpoint.architectures and projector_type(checkpoint) == "dspark")
+    )
+
+
+def read_dspark_config(checkpoint: Checkpoint) -> DSparkConfig:
+    """The configuration of a DSpark drafter, whichever layout its checkpoint has.
+
+    DeepSpec's drafters have embeddings and a head of their own; the others use the target's.
+
+    Raises:
+        ValueError: If a setting is missing or out of range, or a key is not known.
+    """
+    if checkpoint.model_type == DSparkConfig.model_type:
+        return DSparkConfig.from_dict(checkpoint.raw_config)
+    if checkpoint.speculators_type is not None:
+        return DSparkConfig(**read_speculators_settings(checkpoint, **SPECULATORS_DEFAULTS))
+    optional = ("confidence_head_with_markov", "markov_head_type", "shift_label")
+    settings = read_zlab_settings(checkpoint, "DSpark", ("markov_rank", "enable_confidence_head"), optional)
+    settings["sample_from_anchor"] = settings.pop("shift_label", True)
+    settings["owns_vocabulary"] = "Qwen3DSparkModel" in checkpoint.architectures
+    return DSparkConfig.from_dict({"is_causal": False, **settings})
