@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def searches(device: torch.device) -> bool:
-    """Whether trees are searched and walked on a device, to spare the host from waiting for it. Not with Metal, which
+    """Whether trees are built and accepted on a device, so that the host does not wait for it. Not with Metal, which
     lacks operations on 64-bit integers."""
     return device.type not in ("cpu", "mps")
 

@@ -29,7 +29,7 @@ class OracleTreeCandidateGenerator(TreeCandidateGenerator):
     Args:
         sequences: `(batch, length)` or `(length,)`, tokens of the prompts and of standard decoding's outputs.
         vocab_size: Distractors are drawn from the tokens below.
-        accuracy: Probability that the tree goes on with the right token at a depth, given that it did so far.
+        accuracy: Probability that the tree holds the right token at a depth, given that it does at all smaller ones.
         max_depth: Depth of the deepest node.
         max_children: Most children of a node.
         seed: Seed of the generator's own random numbers.
@@ -68,7 +68,7 @@ class OracleTreeCandidateGenerator(TreeCandidateGenerator):
                 on_truth = None
             if not growing:
                 break
-            # The right path goes on first, so that the budget does not end it before its time.
+            # The right path is drafted first, so that the budget does not cut it.
             parent = on_truth if on_truth is not None else self._random.choice(growing)
             right = truth[depths[parent]] if on_truth is not None and depths[parent] < len(truth) else None
             room = budget + 1 - len(tokens)
@@ -204,7 +204,7 @@ def compare(model: PreTrainedModel, plain: GenerateDecoderOnlyOutput, tree: Gene
     if tokens != other_tokens:
         shorter = min(len(tokens), len(other_tokens))
         step = next((step for step in range(shorter) if tokens[step] != other_tokens[step]), shorter)
-        # An output that ends where the other goes on is no matter of logits.
+        # Where one output ends and the other continues, logits do not tell why.
         ends = step == shorter
         gap = math.inf if ends else float(one_at_a_time[step, tokens[step]] - one_at_a_time[step, other_tokens[step]])
     compared = min(len(tokens), len(other_tokens), math.inf if step is None else step + 1)

@@ -23,8 +23,8 @@ def tree_attention_mask(
         trees: The round's trees.
         num_cached: Number of keys in the layer's cache.
         cached_mask: `(batch, num_cached)` bool, False where a cached key is not to be seen; None if all are.
-        window: The layer's sliding window; or `(batch, n)` int64, one a node, as `chunk_windows` makes them; None for
-            full attention.
+        window: The layer's sliding window; or `(batch, n)` int64, one per node, as `chunk_windows` makes them; None
+            for full attention.
         before_root: `(batch, num_cached)` int64, how far before its row's root each cached key lies. By default the
             keys are the last ones before the root.
 

@@ -44,7 +44,7 @@ class TreePaths:
 
 @dataclass(frozen=True)
 class PathFactors:
-    """What a layer keeps of a tree until one path is committed, in float32; no state for any node.
+    """What a layer keeps of a tree until one path is committed, in float32; no state per node.
 
     Attributes:
         log_decay: Logarithm of each node's own decay, `(batch, heads, n, 1)`, or `(batch, heads, n, rows)` if each row
@@ -85,7 +85,7 @@ def advance_states(
     """Moves the recurrent states of several layers, in place, behind the nodes of one path a row.
 
     Args:
-        states: One a layer, `(batch, heads, rows, columns)` float32, the state above the root.
+        states: One per layer, `(batch, heads, rows, columns)` float32, the state above the root.
         factors: What the operators returned in each of these layers; all on one device and of equal shapes.
         path: `(batch, length)` int64 nodes from the root on; a shorter path repeats its last node.
         lengths: `(batch,)` int64, how many nodes each path has; an empty one leaves the state as it is. None if all

@@ -23,9 +23,9 @@ class TreePass:
     Attributes:
         trees: The round's trees.
         num_before: As given.
-        path_factors: One entry a layer with a recurrence, in the order of the layers.
-        conv_inputs: One entry a layer with a convolution, in the order of the layers: `(batch, channels, cached + n)`,
-            its cached inputs followed by the nodes'.
+        path_factors: One entry per layer with a recurrence, in the order of the layers.
+        conv_inputs: One entry per layer with a convolution, in the order of the layers: `(batch, channels,
+            cached + n)`, its cached inputs followed by the nodes'.
     """
 
     def __init__(self, trees: TreeBatch, num_before: list[int] | Tensor) -> None:

@@ -20,7 +20,7 @@ from ..interop.models import takes_logits_to_keep
 from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
 from ..target.model import CachedModel
-from ..target.preallocation import give_room
+from ..target.preallocation import preallocate
 from ..target.requirements import check_cache
 from ..target.weights import execution_device
 from ..tree.candidates import top_candidates
@@ -202,7 +202,7 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             kwargs["logits_to_keep"] = 1
         prefill(drafter, self._known(token_ids), GenerationConfig(), kwargs)
         check_cache(kwargs[CACHE_KEY])
-        give_room(kwargs[CACHE_KEY])
+        preallocate(kwargs[CACHE_KEY])
         state.model_kwargs = {CACHE_KEY: kwargs[CACHE_KEY], "use_cache": True}
         state.num_cached = lengths
         self.num_forwards += 1

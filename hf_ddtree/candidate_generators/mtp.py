@@ -21,7 +21,7 @@ from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
 from ..target.commit import commit
 from ..target.layers import decoder_layers
-from ..target.preallocation import give_room
+from ..target.preallocation import preallocate
 from ..target.weights import embedding_rows, execution_device, head_logits
 from ..tree.candidates import top_candidates
 from ..tree.draft_tree import DraftTree
@@ -260,7 +260,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             position_ids=position_ids,
             **{CACHE_KEY: stream.cache},
         )
-        give_room(stream.cache)
+        preallocate(stream.cache)
         commit(stream.cache, TreePass(batch, rows.lengths), [list(range(count)) for count in counts], rows)
         self.num_forwards += 1
         return [states[: len(tree)] for states, tree in zip(outputs, trees)]

@@ -1,9 +1,9 @@
-"""The walk on an accelerator: choices at all nodes and the paths they accept, with one transfer to the host.
+"""Acceptance on an accelerator: choices at all nodes and the paths they accept, with one transfer to the host.
 
 Following a path node by node, the host would wait for the accelerator at each. So the target's choice is made after
-every node, the accepted path is found where the choices are, and both cross at once.
+every node, the accepted path is found on the device, and both are transferred at once.
 
-When sampling, the walk draws one token at each depth, whatever the node. `torch.multinomial` draws a token as the one
+When sampling, one token is drawn per depth, whatever the node. `torch.multinomial` draws a token as the one
 with the greatest quotient of its probability and a random number with exponential distribution. So all nodes of a
 depth share that depth's random numbers: the node that is visited gets the token that drawing there alone would have
 given. The numbers of depths that were not reached are given back to the random generator.
@@ -22,14 +22,14 @@ from .sequences import LockstepRows
 
 
 class ChoicesOnDevice:
-    """What the target chooses in a round, and how far that follows the trees.
+    """The target's choices at all nodes of a round, and the paths that they accept.
 
     Args:
         chooser: Chooses after every node at once (`chooses_per_node`).
         logits: `(batch, n, vocab)`, what the target predicts after each node.
         trees: The round's trees; None if nothing is drafted, and `n` is 1.
         depth: Depth of the deepest node.
-        padding: Rows that have finished, and the token that they go on with.
+        padding: Finished rows, and the token that pads them.
 
     Attributes:
         has_nan: Whether some node's logits are NaN.
@@ -69,7 +69,7 @@ class ChoicesOnDevice:
         self._paths = [[(node, token) for node, token in enumerate(row) if token >= 0] for row in rows]
 
     def accept(self, sequences: LockstepRows, paths: Sequence[list[int]]) -> None:
-        """Emits the choices along the accepted paths for as long as those of all rows go on, as `accept` would.
+        """Emits the choices along the accepted paths up to the end of the shortest, as `accept` does.
 
         Args:
             sequences: Takes the emitted tokens.
@@ -88,7 +88,7 @@ class ChoicesOnDevice:
                 return
 
     def settle(self, steps: int) -> None:
-        """Leaves the random generator as if there had been no draws but those of so many tokens a row."""
+        """Leaves the random generator as if so many tokens per row had been drawn and no more."""
         if steps < len(self._random_states):
             _set_random_state(self._logits.device, self._random_states[steps])
 
@@ -108,7 +108,7 @@ class ChoicesOnDevice:
 
 
 def _accepted(chosen: Tensor, trees: TreeBatch) -> Tensor:
-    """`(batch, n)` bool, which nodes the target's walk visits, if `chosen (batch, n)` is what follows each node."""
+    """`(batch, n)` bool, which nodes are accepted, if `chosen (batch, n)` is what follows each node."""
     token_ids, depths, parents, ancestor_mask = (
         part.to(chosen.device) for part in (trees.token_ids, trees.depths, trees.parents, trees.ancestor_mask)
     )

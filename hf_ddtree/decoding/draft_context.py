@@ -13,7 +13,7 @@ from .batch import Batch
 
 
 class UnseenRounds:
-    """What happened since the generator was last asked; at first the prefill.
+    """The rounds since the generator was last asked for trees; at first the prefill alone.
 
     Args:
         prompt: `(batch, length)` int64.
@@ -27,7 +27,7 @@ class UnseenRounds:
         self._emitted: list[list[int]] = [[] for _ in prompt]
 
     def add(self, features: Tensor | None, paths: Sequence[list[int]], emitted: Sequence[list[int] | None]) -> None:
-        """Takes up a round.
+        """Adds a round.
 
         Args:
             features: `(batch, n, features)` of all nodes.
@@ -38,7 +38,7 @@ class UnseenRounds:
         self._emitted = [[] if new is None else old + new for old, new in zip(self._emitted, emitted)]
 
     def take(self, batch: Batch, lengths: Sequence[int]) -> DraftContext:
-        """What the generator may know now; afterwards nothing is left to tell it.
+        """The context for the generator's next proposal; the rounds in it are then forgotten.
 
         Args:
             batch: All rows.

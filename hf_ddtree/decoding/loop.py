@@ -167,7 +167,7 @@ class TreeDecoder:
         self._generator.observe(VerifiedRound(trees, logits, paths))
 
     def _propose(self) -> Round:
-        """The trees of a round, cut to what they are worth and to where they can lead."""
+        """Asks the policy and the generator for trees, and cuts them to the nodes that are worth verifying."""
         start = time.perf_counter()
         rows, unfinished = self._target.rows, self._batch.unfinished_rows
         num_cached = rows.num_cached
@@ -230,7 +230,7 @@ class TreeDecoder:
                 self._error = error
 
     def _commit(self, current: Round) -> None:
-        """Keeps the accepted paths in the cache, and tells everyone what came of the round."""
+        """Commits the accepted paths to the cache, and reports the round to generator, statistics and policy."""
         verification, paths = current.verification, current.paths
         with self._stats.stage("commit"):
             self._target.commit(verification.tree_pass, paths)

@@ -111,7 +111,7 @@ class _CommittedPaths:
     """The paths of a round as indices into what a cache layer holds after the verification.
 
     Args:
-        paths: One path a row.
+        paths: One per row.
         num_nodes: Number of entries that the verification appended.
         before: Committed entries of each row before the round.
         num_cached: Entries of the longest row after it.

@@ -89,7 +89,7 @@ def _forward(
 def compiled_forward(
     model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> CompiledForward | None:
-    """The compiled forward where plain decoding would compile its own: by default, over static caches on a GPU."""
+    """The compiled forward where standard decoding would compile its own: by default, over static caches on a GPU."""
     if not compiles_forward(model, generation_config, model_kwargs):
         return None
     return CompiledForward(model, generation_config.compile_config or default_compile_config(model))

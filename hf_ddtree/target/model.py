@@ -27,7 +27,7 @@ from .static_cache import buffer_length, padded_size
 
 @dataclass(frozen=True)
 class Verification:
-    """What a model says about a round's trees, and what the commit of their paths needs.
+    """A forward over a round's trees: the outputs, and what the commit of their paths needs.
 
     Attributes:
         outputs: The model's outputs; `logits` are `(batch, n, vocab)`, what it predicts after each node.

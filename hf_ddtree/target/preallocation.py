@@ -1,4 +1,4 @@
-"""Room behind a cache's keys and values, so that a round writes its tokens instead of copying the whole context."""
+"""Preallocated keys and values, so that a round writes its tokens instead of copying the context."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-# Room is a 256th of what is there: at most 0.4% of the cache stands empty, and each entry is copied 256 times in all.
+# A 256th of the length is preallocated: at most 0.4% of the cache is unused, and each entry is copied at most 256
+# times.
 LEAST_ROOM = 256
 ROOM_FRACTION = 256
 
 
 class GrowingTensor:
-    """A tensor `(..., length, size)` that is extended along its last but one dimension in place, while there is room.
+    """A tensor `(..., length, size)` that is extended in place along its last but one dimension, while preallocated
+    memory is left.
 
     What it was extended to before may have been cut at the end or changed in place. Anything else, such as another
     selection of rows, is copied.
@@ -50,7 +52,7 @@ def _begins(buffer: Tensor, entries: Tensor) -> bool:
 
 
 class _GrowingUpdate:
-    """Stands in for a layer's `update`: the same keys and values, written into room behind the cached ones."""
+    """Replaces a layer's `update`: the same keys and values, written behind the cached ones in place."""
 
     def __init__(self, layer: DynamicLayer) -> None:
         self._layer = layer
@@ -63,11 +65,11 @@ class _GrowingUpdate:
         return layer.keys, layer.values
 
 
-def give_room(cache: Cache) -> list[DynamicLayer]:
-    """Gives room to the layers of a filled cache that keep all their keys and values, for as long as the cache lives.
+def preallocate(cache: Cache) -> list[DynamicLayer]:
+    """Preallocates the layers of a filled cache that keep all their keys and values, for as long as the cache lives.
 
     Returns:
-        The layers that had none before.
+        The layers that were not preallocated before.
     """
     layers = [
         layer
@@ -83,11 +85,11 @@ def give_room(cache: Cache) -> list[DynamicLayer]:
 
 @contextmanager
 def growing(cache: Cache) -> Iterator[None]:
-    """Gives room to a filled cache for a while.
+    """Preallocates a filled cache inside the context.
 
-    Afterwards the layers are as they were but for what they hold, of which no more than 256 entries or 0.4% is room.
+    Afterwards the layers have their own `update` again; at most 256 entries or 0.4% of their memory is unused.
     """
-    layers = give_room(cache)
+    layers = preallocate(cache)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Static caches: room for a tree behind the committed tokens, and trees of few sizes, for which few graphs suffice."""
+"""Static caches: long enough for a tree behind the committed tokens, and trees of few sizes, so that few graphs do."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_room_for_trees(cache: StaticCache, num_tokens: int, most_drafted: int) 
 
     Args:
         cache: What `generate()` has made. Its attention layers are replaced by longer ones without a window.
-        num_tokens: Tokens that plain decoding would have room for.
+        num_tokens: Tokens that standard decoding needs room for.
         most_drafted: Drafted nodes of the largest tree.
     """
     length = num_tokens + padded_size(1 + most_drafted)

@@ -60,7 +60,7 @@ class DraftTree:
             raise ValueError("`token_ids` is empty, but a tree has at least its root. Pass the root's token first.")
         if len(parent_ids) != len(tokens):
             raise ValueError(
-                f"`parents` has {len(parent_ids)} entries for {len(tokens)} `token_ids`. Pass one parent a node."
+                f"`parents` has {len(parent_ids)} entries for {len(tokens)} `token_ids`. Pass one parent per node."
             )
         if (tokens < 0).any():
             node = int(np.flatnonzero(tokens < 0)[0])
@@ -216,7 +216,7 @@ class DraftTree:
         )
 
     def best_chain(self) -> DraftTree:
-        """The path that goes on with each node's most probable child; of equally probable ones with the first."""
+        """The path from the root through the most probable child of each node; the first of equally probable ones."""
         path = [0]
         while children := self.children(path[-1]):
             path.append(max(children, key=lambda child: float(self.log_probs[child])))
@@ -237,7 +237,7 @@ def _integer_vector(name: str, values: Tensor | list[int]) -> np.ndarray:
     if tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
         raise ValueError(f"`{name}` has dtype {tensor.dtype}, but must hold integers.")
     if tensor.ndim != 1:
-        raise ValueError(f"`{name}` has shape {tuple(tensor.shape)}, but must be one-dimensional: an entry a node.")
+        raise ValueError(f"`{name}` has shape {tuple(tensor.shape)}, but must be one-dimensional: one entry per node.")
     return tensor.to(torch.int64).numpy()
 
 
@@ -245,7 +245,7 @@ def _path_log_probs(log_probs: Tensor | list[float], parents: np.ndarray) -> Ten
     tensor = torch.as_tensor(log_probs, dtype=torch.float32, device="cpu")
     if tensor.shape != parents.shape:
         raise ValueError(
-            f"`log_probs` has shape {tuple(tensor.shape)}, but must have shape {parents.shape}: an entry a node."
+            f"`log_probs` has shape {tuple(tensor.shape)}, but must have shape {parents.shape}: one entry per node."
         )
     values = tensor.numpy()
     if np.isnan(values).any():

@@ -31,7 +31,7 @@ class GrowingTree:
             besides, `"chain"` keeps nothing else.
 
     Attributes:
-        frontier: The kept nodes of the deepest level, by falling probability. Whoever grows the tree gives a
+        frontier: The kept nodes of the deepest level, by falling probability. The caller gives a
             distribution for each. Empty once nothing deeper can be among the kept.
         frontier_parents: For each node of the frontier, the place of its parent in the frontier before.
     """

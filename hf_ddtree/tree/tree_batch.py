@@ -30,7 +30,7 @@ class TreeBatch:
 
     @classmethod
     def from_trees(cls, trees: Sequence[DraftTree], device: torch.device, least_nodes: int = 1) -> TreeBatch:
-        """Packs one tree a row, padded to the largest or to `least_nodes`, and moves the result to `device`."""
+        """Packs one tree per row, padded to the largest or to `least_nodes`, and moves the result to `device`."""
         if len(trees) == 1 and len(trees[0]) >= least_nodes:
             tree = trees[0]
             nodes = tree.token_ids.unsqueeze(0), tree.depths.unsqueeze(0), tree.parents.unsqueeze(0)
