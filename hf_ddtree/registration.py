@@ -6,26 +6,32 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationMixin, PreTrainedModel
+from .interop.on_import import when_imported
 
-from .arguments import GenerateArguments
-from .attention import dispatch
-from .strategy import DDTreeDecoding, ddtree
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Where Transformers defines `GenerationMixin`.
+GENERATION_MODULE = "transformers.generation.utils"
 
 _lock = threading.Lock()
-_original: Callable[..., Any] | None = None
-_patched: Callable[..., Any] | None = None
+_is_registered = False
+# The class, and its function `generate` before and after it was patched; None if it is not patched.
+_patch: tuple[Any, Callable[..., Any], Callable[..., Any]] | None = None
 
 
 def register() -> None:
-    """Adds `generation_strategy` to `generate()` of every model. Done on `import hf_ddtree`; a second call is fine."""
-    global _original, _patched
+    """Adds `generation_strategy` to `generate()` of every model. Done on `import hf_ddtree`; a second call is fine.
+
+    Transformers is not imported for this: if it is not there yet, it is patched as soon as it is.
+    """
+    global _is_registered
     with _lock:
-        if _original is None:
-            _original = GenerationMixin.generate
-            GenerationMixin.generate = _patched = _with_strategies(_original)
+        _is_registered = True
+    when_imported(GENERATION_MODULE, _apply_patch)
 
 
 def unregister() -> None:
@@ -36,17 +42,30 @@ def unregister() -> None:
     Raises:
         RuntimeError: If something else has patched `generate()` since, which this would undo as well.
     """
-    global _original, _patched
+    global _is_registered, _patch
     with _lock:
-        if _original is not None:
-            if GenerationMixin.generate is not _patched:
+        if _patch is not None:
+            mixin, original, patched = _patch
+            if mixin.generate is not patched:
                 raise RuntimeError(
                     "`GenerationMixin.generate` was patched again after `hf_ddtree.register()`, by "
-                    f"`{GenerationMixin.generate.__module__}`. Take that patch back first."
+                    f"`{mixin.generate.__module__}`. Take that patch back first."
                 )
-            GenerationMixin.generate = _original
-            _original = _patched = None
-        dispatch.uninstall()
+            from .attention import dispatch
+
+            mixin.generate = original
+            dispatch.uninstall()
+        _is_registered, _patch = False, None
+
+
+def _apply_patch(generation_module: ModuleType) -> None:
+    global _patch
+    with _lock:
+        if _is_registered and _patch is None:
+            mixin = generation_module.GenerationMixin
+            original, patched = mixin.generate, _with_strategies(mixin.generate)
+            mixin.generate = patched
+            _patch = mixin, original, patched
 
 
 def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,6 +73,9 @@ def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        from .arguments import GenerateArguments
+        from .strategy import DDTreeDecoding, ddtree
+
         named = signature.bind(self, *args, **kwargs).arguments
         named |= named.pop("kwargs", {})
         del named["self"]

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import hf_ddtree
+from hf_ddtree import strategy
 from hf_ddtree.attention.dispatch import OPERATORS
 from hf_ddtree.interop.versions import CACHE_KEY
 
@@ -90,8 +91,8 @@ def test_from_generation_config(model, plain, where, tmp_path, monkeypatch):
 @pytest.mark.core
 def test_keywords_win_over_the_call_s_config_and_that_over_the_model_s(model, plain, monkeypatch):
     seen = []
-    original = hf_ddtree.registration.ddtree
-    monkeypatch.setattr(hf_ddtree.registration, "ddtree", lambda **kwargs: seen.append(kwargs) or original(**kwargs))
+    original = strategy.ddtree
+    monkeypatch.setattr(strategy, "ddtree", lambda **kwargs: seen.append(kwargs) or original(**kwargs))
     model_config = GenerationConfig(generation_strategy="ddtree", tree_budget=3, tree_top_k=2, draft_length=4)
     monkeypatch.setattr(model, "generation_config", model_config)
     call_config = GenerationConfig(max_new_tokens=4, tree_budget=5, tree_top_k=7)
@@ -160,8 +161,8 @@ def test_other_custom_generate_callables_are_left_alone(model, plain):
 def test_dflash_is_a_chain(model, plain, monkeypatch):
     """Of the shape that the generator is asked to build: trees are chains."""
     seen = []
-    original = hf_ddtree.registration.ddtree
-    monkeypatch.setattr(hf_ddtree.registration, "ddtree", lambda **kwargs: seen.append(kwargs) or original(**kwargs))
+    original = strategy.ddtree
+    monkeypatch.setattr(strategy, "ddtree", lambda **kwargs: seen.append(kwargs) or original(**kwargs))
     output = generate_by_tree(model, plain, generation_strategy="dflash")
     assert output.sequences.tolist() == plain.tolist()
     assert seen[0]["tree_shape"] == "chain"
