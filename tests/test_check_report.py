@@ -166,9 +166,9 @@ def test_memory_is_what_the_shipped_pair_takes(budget, attention):
 
 
 def allocated_bytes() -> int:
-    """Bytes of all memory on the CPU that tensors lie in."""
+    """Bytes of all memory on the CPU that tensors lie in; those of a compiler's traces lie in none."""
     gc.collect()
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    tensors = [value for value in gc.get_objects() if type(value) in (torch.Tensor, torch.nn.Parameter)]
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
@@ -179,12 +179,12 @@ def allocated_bytes() -> int:
 
 def test_a_loaded_model_with_attention_that_cannot_mask_a_tree():
     model = make_model("llama", "eager")
-    model.config._attn_implementation = "flash_attention_2"
+    model.config._attn_implementation = "paged|eager"
     try:
         report = hf_ddtree.check(model)
     finally:
         model.config._attn_implementation = "eager"
-    assert not report.supported and "flash_attention_2" in report.reason
+    assert not report.supported and "paged|eager" in report.reason
     assert report.attn_implementation == "sdpa"
     assert model.config._attn_implementation == "eager"
 

@@ -54,6 +54,7 @@ HELPFUL = (
     "_is_fsdp_managed_module",
     "_is_stateful",
     "_is_user_defined",
+    "_local_mapping",
     "_mask_length",
     "_prepare_cache_for_generation",
     "_previous_max_cache_length",

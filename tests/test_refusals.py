@@ -370,7 +370,7 @@ def test_chunks_of_one_token():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize("implementation", ["paged|eager", "own_attention"])
 def test_attention_implementations(model, implementation, monkeypatch):
     with (
         refused(model, type(model).__name__, repr(implementation), '"sdpa"', '"eager"'),
@@ -613,3 +613,21 @@ def test_a_budget_beyond_reason(model):
             tree_budget=10**6,
             candidate_generator=make_oracle(make_prompt()),
         )
+
+
+@pytest.mark.core
+def test_layers_that_choose_their_attention_in_another_way(monkeypatch):
+    """Whose calls tree attention does not see, while the implementation takes no tree mask."""
+    model = copy.deepcopy(make_model("llama", "sdpa"))
+
+    class Attention(type(model.model.layers[0].self_attn)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model.model.layers[1].self_attn.__class__ = Attention
+    with (
+        refused(model, type(model).__name__, "'flash_attention_2'", '"sdpa"', '"eager"'),
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+        by_tree(model)

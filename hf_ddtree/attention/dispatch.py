@@ -18,7 +18,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from ..interop import attention_functions
+from ..interop.models import attention_implementation
 from .active_pass import current_pass
+from .attention_dispatch import is_tree_form, tree_form
 from .causal_conv import tree_causal_conv
 from .gated_delta_rule import tree_gated_delta_rule
 from .kimi_delta import tree_kimi_delta
@@ -168,6 +171,9 @@ MIXERS: dict[str, tuple[str, ...]] = {
 _originals: dict[tuple[ModuleType, str], Callable[..., Any]] = {}
 
 
+_registered: dict[str, Callable[..., Any]] = {}
+
+
 _hooked: WeakSet[nn.Module] = WeakSet()
 
 
@@ -177,6 +183,7 @@ def install(model: nn.Module) -> None:
     names = {type(module).__module__ for module in modules}
     modeling_modules = [sys.modules[name] for name in names if name in sys.modules]
     with _lock:
+        _install_attention(model, modeling_modules)
         for modeling_module in modeling_modules:
             for name, operator in OPERATORS.items():
                 original = getattr(modeling_module, name, None)
@@ -200,6 +207,24 @@ def uninstall() -> None:
         for (modeling_module, name), original in _originals.items():
             setattr(modeling_module, name, original)
         _originals.clear()
+        for implementation, function in _registered.items():
+            if is_tree_form(attention_functions.registered(implementation)):
+                attention_functions.register(implementation, function)
+        _registered.clear()
+
+
+def _install_attention(model: Any, modeling_modules: list[ModuleType]) -> None:
+    """Wraps the attention functions of the model that are known; others go on as they are."""
+    implementation = attention_implementation(model.config.get_text_config())
+    function = attention_functions.registered(implementation)
+    if function is not None and not is_tree_form(function) and attention_functions.is_softmax_attention(function):
+        _registered[implementation] = function
+        attention_functions.register(implementation, tree_form(function))
+    for module in modeling_modules:
+        eager = getattr(module, attention_functions.EAGER, None)
+        if eager is not None and not is_tree_form(eager) and attention_functions.is_softmax_attention(eager):
+            _originals[module, attention_functions.EAGER] = eager
+            setattr(module, attention_functions.EAGER, tree_form(eager))
 
 
 def _own_hooks(module: nn.Module) -> list[int]:

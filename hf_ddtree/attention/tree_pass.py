@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -9,6 +11,7 @@ from transformers.activations import ACT2FN
 from ..devices import on_device
 from ..tree.tree_batch import TreeBatch
 from .causal_conv import ancestor_windows
+from .packed_mask import PackedMasks
 from .path_state import PathFactors, TreePaths
 from .query_scale import scale_correction
 
@@ -19,18 +22,32 @@ class TreePass:
     Args:
         trees: The round's trees.
         num_before: `(batch,)`, for each row the entries in the cache in front of its root.
+        open_masks: Those of the masks that the model is given under which every node sees all cached keys.
+        wants_weights: Whether the weights of attention are asked for.
 
     Attributes:
         trees: The round's trees.
         num_before: As given.
+        wants_weights: As given.
+        masks: The masks as tree attention takes them.
+        num_attended: How many layers went through tree attention.
         path_factors: One entry per layer with a recurrence, in the order of the layers.
         conv_inputs: One entry per layer with a convolution, in the order of the layers: `(batch, channels,
             cached + n)`, its cached inputs followed by the nodes'.
     """
 
-    def __init__(self, trees: TreeBatch, num_before: list[int] | Tensor) -> None:
+    def __init__(
+        self,
+        trees: TreeBatch,
+        num_before: list[int] | Tensor,
+        open_masks: Sequence[Tensor] = (),
+        wants_weights: bool = False,
+    ) -> None:
         self.trees = trees
         self.num_before = num_before
+        self.wants_weights = wants_weights
+        self.masks = PackedMasks(trees.num_nodes, open_masks)
+        self.num_attended = 0
         self.path_factors: list[PathFactors] = []
         self.conv_inputs: list[Tensor] = []
         self._windows: dict[tuple[int, int, torch.device], Tensor] = {}

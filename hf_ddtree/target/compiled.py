@@ -56,7 +56,7 @@ class CompiledForward:
         # As a tensor: there is a graph for each value of a number.
         tree = None if tree_pass is None else (tree_pass.trees, torch.as_tensor(tree_pass.num_before, device="cpu"))
         try:
-            outputs, features, path_factors, conv_inputs = self._compiled(
+            outputs, features, path_factors, conv_inputs, num_attended = self._compiled(
                 self._model, model_inputs, tuple(layer_ids), tree
             )
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -67,12 +67,13 @@ class CompiledForward:
         if tree_pass is not None:
             tree_pass.path_factors.extend(PathFactors(*factors) for factors in path_factors)
             tree_pass.conv_inputs.extend(conv_inputs)
+            tree_pass.num_attended = num_attended
         return outputs, features
 
 
 def _forward(
     model: nn.Module, inputs: dict[str, Any], layer_ids: tuple[int, ...], tree: tuple[TreeBatch, Tensor] | None
-) -> tuple[ModelOutput, list[Tensor], list[tuple[Tensor, Tensor, Tensor]], list[Tensor]]:
+) -> tuple[ModelOutput, list[Tensor], list[tuple[Tensor, Tensor, Tensor]], list[Tensor], int]:
     """What is compiled."""
     features: dict[int, Tensor] = {}
     tree_pass = None if tree is None else TreePass(*tree)
@@ -81,9 +82,9 @@ def _forward(
     traced.tree_pass, traced.features = None, None
     of_layers = [features[layer_id] for layer_id in layer_ids]
     if tree_pass is None:
-        return outputs, of_layers, [], []
+        return outputs, of_layers, [], [], 0
     factors = [(one.log_decay, one.left, one.right) for one in tree_pass.path_factors]
-    return outputs, of_layers, factors, tree_pass.conv_inputs
+    return outputs, of_layers, factors, tree_pass.conv_inputs, tree_pass.num_attended
 
 
 def compiled_forward(

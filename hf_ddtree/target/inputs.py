@@ -45,11 +45,15 @@ def model_inputs_of(
 
 def attention_mask_of(
     model: PreTrainedModel, batch: TreeBatch, cache: Cache, rows: CommittedRows
-) -> Tensor | dict[str, Tensor | None] | None:
-    """The mask in the form that the model's forward takes, as Transformers' `create_masks_for_generate` makes it."""
+) -> tuple[Tensor | dict[str, Tensor | None] | None, list[Tensor]]:
+    """The mask in the form that the model's forward takes, as Transformers' `create_masks_for_generate` makes it.
+
+    Also those of its parts under which every node sees all cached keys.
+    """
     config = model.config.get_text_config()
     cached_mask = rows.mask()
     length = buffer_length(cache)
+    open_masks = []
 
     def mask(kind: str) -> Tensor | None:
         if kind not in WINDOWS:
@@ -67,10 +71,15 @@ def attention_mask_of(
                 visible = tree_attention_mask(batch, rows.num_cached, cached_mask, reach, rows.before_root())
         if length is not None:
             visible = nn.functional.pad(visible, (0, length - visible.shape[-1]), value=False)
-        return to_additive(visible, model.dtype) if attention_implementation(config) == "eager" else visible
+        if attention_implementation(config) == "eager":
+            visible = to_additive(visible, model.dtype)
+        within = window is None or (kind == "sliding_attention" and rows.num_cached + batch.num_nodes <= window)
+        if within and cached_mask is None and length is None:
+            open_masks.append(visible)
+        return visible
 
     masks = {kind: mask(kind) for kind in set(layer_types(config))}
-    return masks if getattr(config, "layer_types", None) is not None else masks.popitem()[1]
+    return masks if getattr(config, "layer_types", None) is not None else masks.popitem()[1], open_masks
 
 
 def attention_windows(model: PreTrainedModel, cache: Cache) -> list[int | None]:

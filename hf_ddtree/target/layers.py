@@ -53,6 +53,11 @@ def layer_types(config: PretrainedConfig) -> list[str]:
     return [next(inferred, "full_attention")] * config.num_hidden_layers
 
 
+def num_attention_layers(config: PretrainedConfig) -> int:
+    """How many of the decoder layers attend to keys."""
+    return sum(kind in WINDOWS for kind in layer_types(config))
+
+
 def window_of(config: PretrainedConfig, kind: str) -> int | None:
     """How many keys an attention layer of a kind attends to, the query's own included; None if to all."""
     name = WINDOWS.get(kind)

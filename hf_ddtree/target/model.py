@@ -13,6 +13,8 @@ from transformers.utils import ModelOutput
 
 from ..attention import active_pass
 from ..attention.tree_pass import TreePass
+from ..interop.attention_functions import TAKE_MASKS
+from ..interop.models import attention_implementation
 from ..interop.versions import CACHE_KEY
 from ..tree.draft_tree import DraftTree
 from ..tree.tree_batch import TreeBatch
@@ -21,6 +23,7 @@ from .commit import commit
 from .compiled import CompiledForward
 from .features import FeatureRecorder
 from .inputs import attention_mask_of, model_inputs_of
+from .layers import num_attention_layers
 from .past_recording import recording_past, set_past_recording, stateful_layers
 from .static_cache import buffer_length, padded_size
 
@@ -94,14 +97,15 @@ class CachedModel:
             trees: One per row. Their roots are the last emitted tokens, which the cache does not hold yet.
 
         Raises:
-            RuntimeError: If a layer with a state did not go through the tree operators.
+            RuntimeError: If a layer did not go through the tree operators that must.
             ValueError: If the model does not take positions.
         """
         is_static = buffer_length(self.cache) is not None
         least_nodes = padded_size(max(map(len, trees))) if is_static else 1
         batch = TreeBatch.from_trees(trees, self.rows.device, least_nodes)
-        tree_pass = TreePass(batch, self.rows.lengths)
-        mask = attention_mask_of(self.model, batch, self.cache, self.rows)
+        mask, open_masks = attention_mask_of(self.model, batch, self.cache, self.rows)
+        wants_weights = bool(self._model_kwargs.get("output_attentions"))
+        tree_pass = TreePass(batch, self.rows.lengths, open_masks, wants_weights)
         # Over a static cache Transformers makes a causal mask, for nothing, unless there is a mask already.
         masks = mask.values() if isinstance(mask, dict) else [mask]
         given = next(one for one in masks if one is not None) if is_static else None
@@ -149,6 +153,14 @@ class CachedModel:
         return outputs, recorder.take()
 
     def _require_tree_operators(self, tree_pass: TreePass) -> None:
+        config = self.model.config.get_text_config()
+        implementation, num_layers = attention_implementation(config), num_attention_layers(config)
+        if implementation not in TAKE_MASKS and tree_pass.num_attended != num_layers:
+            raise RuntimeError(
+                f"{type(self.model).__name__} has {num_layers} layers with attention, but {tree_pass.num_attended} of "
+                f"them went through tree attention. attn_implementation={implementation!r} cannot mask a tree and "
+                'would give wrong tokens. Load the model with attn_implementation="sdpa" or "eager".'
+            )
         layers = stateful_layers(self.cache)
         recurrent = [layer for layer in layers if layer.recurrent_states[0] is not None]
         found = len(tree_pass.path_factors), len(tree_pass.conv_inputs)

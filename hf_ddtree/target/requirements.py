@@ -28,6 +28,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from ..interop.attention_functions import TAKE_MASKS, calls_attention_functions, is_known
 from ..interop.models import attention_implementation, is_stateful, takes_dynamic_cache
 from ..interop.sharding import (
     is_sharded_by_wrappers,
@@ -42,13 +43,11 @@ from .layers import (
     WINDOWS,
     first_changing_position,
     layer_types,
+    num_attention_layers,
     operators_of,
     window_of,
 )
 from .weights import execution_device
-
-ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
-
 
 BY_PLACE = "it picks keys by their places in the cache, and branches that a node must not see have places there too"
 MERGING = "it merges keys that stand side by side in the cache, even of different branches"
@@ -156,11 +155,18 @@ def _unknown_number_of_layers(model: PreTrainedModel) -> str | None:
 
 
 def _attention_without_tree_mask(model: PreTrainedModel) -> str | None:
-    implementation = attention_implementation(model.config.get_text_config())
-    if implementation in ATTENTION_IMPLEMENTATIONS:
+    config = model.config.get_text_config()
+    implementation = attention_implementation(config)
+    if implementation in TAKE_MASKS:
+        return None
+    if not is_known(implementation):
+        reason = "which cannot mask a tree"
+    elif num_attention_layers(config) != sum(map(calls_attention_functions, model.get_decoder().modules())):
+        reason = "which cannot mask a tree, and its layers do not call it as those of other models do"
+    else:
         return None
     return (
-        f"runs with attn_implementation={implementation!r}, which cannot mask a tree. Load it with "
+        f"runs with attn_implementation={implementation!r}, {reason}. Load it with "
         'attn_implementation="sdpa" or "eager".'
     )
 
