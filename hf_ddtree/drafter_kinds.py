@@ -23,6 +23,8 @@ from .drafters.dflash import DFlashDraftModel
 from .drafters.dflash.checkpoint import check_dflash_fits, is_dflash, load_dflash, read_dflash_config
 from .drafters.dflash2 import DFlash2DraftModel
 from .drafters.dflash2.checkpoint import is_dflash2, read_dflash2_config
+from .drafters.domino import DominoDraftModel
+from .drafters.domino.checkpoint import is_domino, read_domino_config
 from .drafters.dspark import DSparkDraftModel
 from .drafters.dspark.checkpoint import is_dspark, read_dspark_config
 from .drafters.mtp.checkpoint import is_mtp, load_mtp
@@ -96,6 +98,15 @@ DRAFTER_KINDS = (
         check_fits=check_dflash_fits,
         load=partial(load_dflash, DSparkDraftModel),
         matches=lambda drafter: isinstance(drafter, DSparkDraftModel),
+        make_generator=SequentialHeadTreeCandidateGenerator,
+    ),
+    DrafterKind(
+        name="Domino",
+        recognises=lambda checkpoint, _: is_domino(checkpoint),
+        read_config=read_domino_config,
+        check_fits=check_dflash_fits,
+        load=partial(load_dflash, DominoDraftModel),
+        matches=lambda drafter: isinstance(drafter, DominoDraftModel),
         make_generator=SequentialHeadTreeCandidateGenerator,
     ),
     DrafterKind(

@@ -37,6 +37,11 @@ class DFlash2Config(DFlashConfig):
             raise ValueError(
                 f"`conv_group_size` is {self.conv_group_size}, but must divide `hidden_size` ({self.hidden_size})."
             )
+        if self.draft_vocab_size is not None:
+            raise ValueError(
+                f"`draft_vocab_size` is {self.draft_vocab_size}, but the selector compares tokens of the whole "
+                f"vocabulary ({self.vocab_size})."
+            )
         if self.selector_top_k > self.vocab_size:
             raise ValueError(
                 f"`selector_top_k` is {self.selector_top_k}, but must be at most `vocab_size` ({self.vocab_size})."

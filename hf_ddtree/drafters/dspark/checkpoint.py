@@ -47,4 +47,4 @@ def read_dspark_config(checkpoint: Checkpoint) -> DSparkConfig:
     settings = read_zlab_settings(checkpoint, "DSpark", ("markov_rank", "enable_confidence_head"), optional)
     settings["sample_from_anchor"] = settings.pop("shift_label", True)
     settings["owns_vocabulary"] = "Qwen3DSparkModel" in checkpoint.architectures
-    return DSparkConfig.from_dict({"is_causal": False, **settings})
+    return DSparkConfig.from_dict(settings)

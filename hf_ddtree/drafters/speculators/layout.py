@@ -11,7 +11,6 @@ from ..config_keys import fields_of, refuse_unknown_keys, require_target_width
 
 # The types of the library that are not supported, and why.
 UNSUPPORTED_TYPES = {
-    "dflash2": "its layers and its selector are laid out in another way than in the DFlash 2 checkpoints of z-lab",
     "eagle3": "it drafts one token a forward from its own states, and no forward here takes a tree of them",
     "mtp": "it is a multi-token-prediction head",
     "peagle": "it drafts from states of its own that no forward here keeps",
