@@ -14,6 +14,7 @@ from transformers.modeling_layers import MtpModel
 from .candidate_generators.base import TreeCandidateGenerator
 from .candidate_generators.causal_lm import CausalLMTreeCandidateGenerator
 from .candidate_generators.dflash import DFlashTreeCandidateGenerator
+from .candidate_generators.eagle3 import Eagle3TreeCandidateGenerator
 from .candidate_generators.mtp import MTPTreeCandidateGenerator
 from .candidate_generators.sequential_head import SequentialHeadTreeCandidateGenerator
 from .configuration import DDTreeConfig
@@ -27,6 +28,8 @@ from .drafters.domino import DominoDraftModel
 from .drafters.domino.checkpoint import is_domino, read_domino_config
 from .drafters.dspark import DSparkDraftModel
 from .drafters.dspark.checkpoint import is_dspark, read_dspark_config
+from .drafters.eagle3 import Eagle3DraftModel
+from .drafters.eagle3.checkpoint import check_eagle3_fits, is_eagle3, load_eagle3, read_eagle3_config
 from .drafters.mtp.checkpoint import is_mtp, load_mtp
 from .drafters.mtp.model import MTPDrafter
 from .drafters.native.checkpoint import check_native_fits, is_native_checkpoint, load_native
@@ -126,6 +129,15 @@ DRAFTER_KINDS = (
         load=partial(load_dflash, DFlashDraftModel),
         matches=lambda drafter: isinstance(drafter, DFlashDraftModel),
         make_generator=DFlashTreeCandidateGenerator,
+    ),
+    DrafterKind(
+        name="EAGLE-3",
+        recognises=lambda checkpoint, _: is_eagle3(checkpoint),
+        read_config=read_eagle3_config,
+        check_fits=check_eagle3_fits,
+        load=load_eagle3,
+        matches=lambda drafter: isinstance(drafter, Eagle3DraftModel),
+        make_generator=Eagle3TreeCandidateGenerator,
     ),
     DrafterKind(
         name="causal language model",

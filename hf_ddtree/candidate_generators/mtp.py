@@ -98,26 +98,39 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         config: DDTreeConfig | None = None,
         state: MTPState | None = None,
     ) -> None:
-        super().__init__()
         if isinstance(drafter, MtpModel):
             drafter = wrap_mtp_model(drafter)
         check_mtp_fits(drafter, target_model)
+        self._decoder = target_model.get_decoder()
+        self._head: nn.Module = target_model.get_output_embeddings()
+        last = len(decoder_layers(target_model)) - 1
+        self._set_up(drafter, target_model, config, state, (last,), num_layers=len(drafter.layers))
+
+    def _set_up(
+        self,
+        drafter: PreTrainedModel,
+        target_model: PreTrainedModel,
+        config: DDTreeConfig | None,
+        state: MTPState | None,
+        feature_layers: tuple[int, ...],
+        num_layers: int,
+    ) -> None:
+        """What a drafter of any kind needs that is fed with its own outputs below the root."""
+        super().__init__()
         if state is not None and not isinstance(state, MTPState):
             raise TypeError(
-                f"`draft_state` must be a former output's `draft_state` with MTP layers as drafter, but is a "
+                f"`draft_state` must be a former output's `draft_state` with the same kind of drafter, but is a "
                 f"`{type(state).__name__}`."
             )
         self.drafter = drafter
         self.end_tokens = end_tokens_of(target_model)
-        self.feature_layers = (len(decoder_layers(target_model)) - 1,)
+        self.feature_layers = feature_layers
         self.state = state or MTPState()
-        self._decoder = target_model.get_decoder()
         self._embeddings: nn.Embedding = target_model.get_input_embeddings()
-        self._head: nn.Module = target_model.get_output_embeddings()
         self._vocab_size = self._embeddings.num_embeddings
         self._device = execution_device(drafter)
-        self._num_layers = len(drafter.layers)
-        longest = None if self._num_layers == 1 else self._num_layers
+        self._num_layers = num_layers
+        longest = None if num_layers == 1 else num_layers
         self._set_knobs(config, longest or DEFAULT_DRAFT_LENGTH, longest)
 
     def start(self, cached_ids: Tensor, num_cached: int) -> None:
@@ -147,7 +160,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             fed = [tree for tree, _ in branches]
             outputs = self._run_level(level, fed, inputs)
             frontiers = [states[nodes] for states, (_, nodes) in zip(outputs, branches)]
-            yield top_candidates(head_logits(self._head, torch.cat(frontiers))[..., : self._vocab_size], width)
+            yield self._candidates(torch.cat(frontiers), width)
             branches = [tree.branches() for tree in trees]
             # A node's input is the output at its parent.
             inputs = [
@@ -161,7 +174,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         state.input_ids, state.root_positions = context.input_ids, list(context.root_positions)
         if context.features is None:
             return
-        hidden_states = self._decoder.norm(context.features).to(self._device, self.drafter.dtype)
+        hidden_states = self._project(context.features).to(self._device, self.drafter.dtype)
         tokens = [sequence.tolist() for sequence in tokens_of(context)]
         counts = [min(count, len(known)) for count, known in zip(context.num_features, tokens)]
         if not state.streams:
@@ -177,7 +190,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         nothing = torch.zeros((0, self.drafter.config.hidden_size), device=self._device, dtype=self.drafter.dtype)
         positions = {"position_ids": torch.zeros((batch_size, 1), dtype=torch.long, device=self._device)}
         rows = CommittedRows(0, positions, batch_size, self._device)
-        return _Stream(_OneLayerCache(), rows, [[] for _ in range(batch_size)], [nothing] * batch_size)
+        return _Stream(self._new_cache(), rows, [[] for _ in range(batch_size)], [nothing] * batch_size)
 
     def _run_level(self, level: int, trees: list[DraftTree], inputs: list[Tensor]) -> list[Tensor]:
         """Runs a level's layer on its new committed tokens and on one tree per row.
@@ -249,21 +262,40 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         """
         stream, rows = self.state.streams[layer], self.state.streams[layer].rows
         batch = TreeBatch.from_trees(trees, self._device)
-        position_ids = rows.root_positions() + batch.depths
-        embeddings = embedding_rows(self._embeddings, batch.token_ids).to(self._device, self.drafter.dtype)
-        outputs = self.drafter(
-            layer,
-            inputs_embeds=embeddings,
-            previous_hidden_state=nn.utils.rnn.pad_sequence(hidden_states, batch_first=True),
-            position_embeddings=self._rotary(layer, embeddings, position_ids),
-            attention_mask=self._mask(layer, batch, rows),
-            position_ids=position_ids,
-            **{CACHE_KEY: stream.cache},
-        )
+        padded = nn.utils.rnn.pad_sequence(hidden_states, batch_first=True)
+        outputs = self._run_layer(layer, batch, rows, padded, stream.cache)
         preallocate(stream.cache)
         commit(stream.cache, TreePass(batch, rows.lengths), [list(range(count)) for count in counts], rows)
         self.num_forwards += 1
         return [states[: len(tree)] for states, tree in zip(outputs, trees)]
+
+    def _project(self, features: Tensor) -> Tensor:
+        """Hidden states `(batch, tokens, hidden_size)` of the target's features."""
+        return self._decoder.norm(features)
+
+    def _new_cache(self) -> DynamicCache:
+        """A cache for one layer."""
+        return _OneLayerCache()
+
+    def _run_layer(
+        self, layer: int, batch: TreeBatch, rows: CommittedRows, hidden_states: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        """The outputs of a layer at the nodes of `batch`, `(batch, n, hidden_size)`."""
+        position_ids = rows.root_positions() + batch.depths
+        embeddings = embedding_rows(self._embeddings, batch.token_ids).to(self._device, self.drafter.dtype)
+        return self.drafter(
+            layer,
+            inputs_embeds=embeddings,
+            previous_hidden_state=hidden_states,
+            position_embeddings=self._rotary(layer, embeddings, position_ids),
+            attention_mask=self._mask(layer, batch, rows),
+            position_ids=position_ids,
+            **{CACHE_KEY: cache},
+        )
+
+    def _candidates(self, hidden_states: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The most probable tokens after outputs `(nodes, hidden_size)`, as `top_candidates` gives them."""
+        return top_candidates(head_logits(self._head, hidden_states)[..., : self._vocab_size], width)
 
     def _mask(self, layer: int, batch: TreeBatch, rows: CommittedRows) -> Tensor:
         config = self.drafter.config

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from ..checkpoint import Checkpoint
+from ..fit import check_sizes_fit, check_vocabulary
 from ..speculators.layout import read_speculators_settings
 from ..zlab.layout import projector_type, read_zlab_settings
 from .config import DFlashConfig
@@ -44,14 +45,7 @@ def load_dflash(
         ValueError: If the checkpoint lacks weights, or its reduced vocabulary is not one of distinct target tokens.
     """
     drafter: DFlashDraftModel = checkpoint.load(model_class, target_model, refuse_unknown=True, config=config)
-    if (token_ids := drafter.target_token_ids) is not None:
-        lowest, highest = int(token_ids.min()), int(token_ids.max())
-        if lowest < 0 or highest >= config.vocab_size or len(token_ids.unique()) < len(token_ids):
-            raise ValueError(
-                f"The checkpoint {checkpoint.name!r} has a map `d2t` from its {config.draft_vocab_size} tokens to "
-                f"tokens {lowest} to {highest} of the target, but they must be distinct and between 0 and "
-                f"{config.vocab_size - 1}. Download it again."
-            )
+    check_vocabulary(drafter.target_token_ids, config, checkpoint)
     return drafter
 
 
@@ -67,31 +61,9 @@ def check_dflash_fits(config: DFlashConfig, target_model: PreTrainedModel) -> No
         ValueError: If hidden size, vocabulary or layers disagree, or the target has no output head; the message says
             what disagrees.
     """
-    target = target_model.config.get_text_config()
-    kind = type(target_model).__name__
-    advice = "Choose a drafter that was trained for this target."
-    if target_model.get_output_embeddings() is None:
-        raise ValueError(
-            f"The target, a {kind}, has no output head, which the drafter needs. Load it with `AutoModelForCausalLM`."
-        )
-    for setting, target_setting in (
-        ("hidden_size", "hidden_size"),
-        ("vocab_size", "vocab_size"),
-        ("num_target_layers", "num_hidden_layers"),
-    ):
-        given, allowed = getattr(config, setting), getattr(target, target_setting)
-        if given is not None and given != allowed:
-            raise ValueError(
-                f"The drafter does not fit the target: the drafter has `{setting}` {given}, but the target, a {kind}, "
-                f"has `{target_setting}` {allowed}. {advice}"
-            )
+    check_sizes_fit(config, target_model, config.target_layer_ids or ())
     if config.mask_token_id is None:
         raise ValueError(
             "The drafter's config has no `mask_token_id`, so it cannot say what fills the slots to predict. Set "
             "`drafter.config.mask_token_id` to the token that it was trained with."
-        )
-    if wrong := [layer for layer in config.target_layer_ids or [] if layer >= target.num_hidden_layers]:
-        raise ValueError(
-            f"The drafter does not fit the target: its `target_layer_ids` hold {wrong}, but the target, a {kind}, has "
-            f"layers 0 to {target.num_hidden_layers - 1}. {advice}"
         )

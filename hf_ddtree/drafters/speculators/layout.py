@@ -11,7 +11,6 @@ from ..config_keys import fields_of, refuse_unknown_keys, require_target_width
 
 # The types of the library that are not supported, and why.
 UNSUPPORTED_TYPES = {
-    "eagle3": "it drafts one token a forward from its own states, and no forward here takes a tree of them",
     "mtp": "it is a multi-token-prediction head",
     "peagle": "it drafts from states of its own that no forward here keeps",
     "xpress": "its layers are not those of DFlash",
@@ -26,7 +25,7 @@ DFLASH_DEFAULTS: dict[str, Any] = {
     "sliding_window_non_causal": False,
 }
 # What else there may be in a config of the library.
-_LAYOUT = fields_of(PreTrainedConfig) | {
+LAYOUT_KEYS = fields_of(PreTrainedConfig) | {
     *("has_no_defaults_at_init", "speculators_config", "speculators_model_type", "speculators_version"),
     *("target_hidden_size", "tie_word_embeddings", "transformer_layer_config"),
 }
@@ -78,7 +77,7 @@ def read_speculators_settings(checkpoint: Checkpoint, **own: Any) -> dict[str, A
     """
     layers = read_layer_config(checkpoint)
     defaults = DFLASH_DEFAULTS | own
-    refuse_unknown_keys(checkpoint, checkpoint.raw_config, _LAYOUT.union(defaults))
+    refuse_unknown_keys(checkpoint, checkpoint.raw_config, LAYOUT_KEYS.union(defaults))
     given = {key: checkpoint.raw_config.get(key, default) for key, default in defaults.items()}
     require_target_width(checkpoint, layers.hidden_size, checkpoint.raw_config.get("target_hidden_size"))
     window, layer_types = getattr(layers, "sliding_window", None), getattr(layers, "layer_types", None)

@@ -1,0 +1,129 @@
+"""Checkpoints of EAGLE-3 drafters, as SafeAILab, SpecForge and the speculators library write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+
+from ..checkpoint import Checkpoint
+from ..config_keys import fields_of, refuse_unknown_keys, require_target_width
+from ..fit import check_sizes_fit, check_vocabulary
+from ..speculators.layout import (
+    LAYOUT_KEYS,
+    read_layer_config,
+    read_target_layer_ids,
+    reduced_vocab_size,
+    rope_parameters_of,
+)
+from .config import Eagle3Config
+from .model import Eagle3DraftModel
+
+# The settings of speculators' type `"eagle3"`, and their defaults.
+SPECULATORS_DEFAULTS: dict[str, Any] = {
+    "draft_vocab_size": 32000,
+    "eagle_aux_hidden_state_layer_ids": None,
+    "embed_requires_grad": False,
+    "fc_norm": False,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+    "norm_output": False,
+}
+LAYER_FAMILIES = ("llama", "qwen3")
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM")
+
+
+def is_eagle3(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint holds an EAGLE-3 drafter, in any layout. SafeAILab's have a vocabulary of their own."""
+    if checkpoint.speculators_type is not None:
+        return checkpoint.speculators_type == "eagle3"
+    return checkpoint.model_type == Eagle3Config.model_type or (
+        "draft_vocab_size" in checkpoint.raw_config and bool({*ARCHITECTURES}.intersection(checkpoint.architectures))
+    )
+
+
+def read_eagle3_config(checkpoint: Checkpoint) -> Eagle3Config:
+    """The configuration of an EAGLE-3 drafter, whichever layout its checkpoint has.
+
+    Raises:
+        ValueError: If a setting is missing, or a key is not known.
+    """
+    if checkpoint.model_type == Eagle3Config.model_type:
+        return Eagle3Config.from_dict(checkpoint.raw_config)
+    if checkpoint.speculators_type is not None:
+        return _read_speculators(checkpoint)
+    raw_config = checkpoint.raw_config
+    nested = raw_config.get("eagle_config") or {}
+    own = ("draft_vocab_size", "fc_norm", "norm_output")
+    known = fields_of(LlamaConfig) | fields_of(Qwen3Config) | {"eagle_config", "target_hidden_size", *own}
+    refuse_unknown_keys(checkpoint, raw_config, known)
+    refuse_unknown_keys(checkpoint, nested, ("eagle_aux_hidden_state_layer_ids",), "`eagle_config`")
+    require_target_width(checkpoint, raw_config.get("hidden_size"), raw_config.get("target_hidden_size"))
+    layers = LlamaConfig.from_dict({**raw_config, "model_type": "llama"})
+    return Eagle3Config(
+        **_layer_settings(layers),
+        **{key: raw_config[key] for key in own[1:] if raw_config.get(key) is not None},
+        draft_vocab_size=reduced_vocab_size(raw_config["draft_vocab_size"], layers),
+        target_layer_ids=nested.get("eagle_aux_hidden_state_layer_ids"),
+    )
+
+
+def _read_speculators(checkpoint: Checkpoint) -> Eagle3Config:
+    layers = read_layer_config(checkpoint)
+    if layers.model_type not in LAYER_FAMILIES:
+        raise ValueError(
+            f"The checkpoint {checkpoint.name!r} has a `transformer_layer_config` of `model_type` "
+            f"{layers.model_type!r}, but only EAGLE-3 layers of {' and '.join(LAYER_FAMILIES)} are supported."
+        )
+    refuse_unknown_keys(checkpoint, checkpoint.raw_config, LAYOUT_KEYS.union(SPECULATORS_DEFAULTS))
+    require_target_width(checkpoint, layers.hidden_size, checkpoint.raw_config.get("target_hidden_size"))
+    given = {key: checkpoint.raw_config.get(key, default) for key, default in SPECULATORS_DEFAULTS.items()}
+    layer_ids = None
+    if given.pop("eagle_aux_hidden_state_layer_ids") is not None:
+        layer_ids = read_target_layer_ids(checkpoint, "eagle_aux_hidden_state_layer_ids")
+    return Eagle3Config(
+        **_layer_settings(layers),
+        owns_embeddings=given.pop("embed_requires_grad"),
+        **given | {"draft_vocab_size": reduced_vocab_size(given["draft_vocab_size"], layers)},
+        target_layer_ids=layer_ids,
+    )
+
+
+def _layer_settings(layers: Any) -> dict[str, Any]:
+    same = (
+        *("attention_bias", "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings"),
+        *("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size"),
+    )
+    return {
+        **{name: getattr(layers, name) for name in same},
+        "head_dim": getattr(layers, "head_dim", None) or layers.hidden_size // layers.num_attention_heads,
+        "layer_types": getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers,
+        "mlp_bias": getattr(layers, "mlp_bias", False),
+        "qk_norm": layers.model_type == "qwen3",
+        "rope_parameters": rope_parameters_of(layers),
+    }
+
+
+def check_eagle3_fits(config: Eagle3Config, target_model: PreTrainedModel) -> None:
+    """Checks that a drafter with this configuration can draft for a target.
+
+    Raises:
+        ValueError: If hidden size, vocabulary or layers disagree, or the target has no output head.
+    """
+    check_sizes_fit(config, target_model, config.layer_ids(target_model.config.get_text_config().num_hidden_layers))
+
+
+def load_eagle3(
+    checkpoint: Checkpoint, config: Eagle3Config, target_model: PreTrainedModel | None
+) -> Eagle3DraftModel:
+    """Loads an EAGLE-3 drafter.
+
+    Raises:
+        ValueError: If the checkpoint lacks weights, or its reduced vocabulary is not one of distinct target tokens.
+    """
+    renamed = {"key_mapping": {r"^midlayer\.": "layers.0."}}
+    drafter: Eagle3DraftModel = checkpoint.load(
+        Eagle3DraftModel, target_model, refuse_unknown=True, config=config, **renamed
+    )
+    check_vocabulary(drafter.target_token_ids, config, checkpoint)
+    return drafter
