@@ -35,6 +35,7 @@ from .drafters.mtp.model import MTPDrafter
 from .drafters.native.checkpoint import check_native_fits, is_native_checkpoint, load_native
 from .drafters.native.view import is_native, view_native
 from .drafters.speculators.layout import refuse_other_types
+from .interop.wrappers import unwrapped
 from .target.weights import execution_device
 from .validation import describe_type
 
@@ -175,6 +176,7 @@ def load_drafter(
         TypeError: If `target_model` is no model.
         OSError: If there is no such folder or repository.
     """
+    target_model = unwrapped(target_model, "target_model")
     if target_model is not None and not isinstance(target_model, PreTrainedModel):
         raise TypeError(f"`target_model` must be the loaded target model, but is a `{type(target_model).__name__}`.")
     options = {key: value for key, value in from_pretrained_kwargs.items() if key != "trust_remote_code"}
@@ -225,6 +227,7 @@ def make_candidate_generator(
         ValueError: If the drafter is of a kind that the package does not know, has no weights, or does not fit the
             model.
     """
+    assistant_model = unwrapped(assistant_model, "assistant_model")
     kind = drafter_kind(assistant_model)
     if execution_device(assistant_model).type == "meta":
         raise ValueError(

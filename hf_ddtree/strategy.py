@@ -27,6 +27,7 @@ from .decoding.sequences import LockstepRows
 from .drafter_kinds import drafter_kind, make_candidate_generator
 from .interop.generation import is_callers_cache, longest_static_cache, prompt_length
 from .interop.versions import CACHE_KEY, cache_of
+from .interop.wrappers import unwrapped
 from .output import DDTreeOutput, DDTreeStats
 from .target.past_recording import keeps_past
 from .target.requirements import check_cache, check_positions, check_processes, check_target
@@ -171,6 +172,7 @@ def ddtree(
             f"{describe_type(candidate_generator)}."
         )
     if assistant_model is not None:
+        assistant_model = unwrapped(assistant_model, "assistant_model")
         drafter_kind(assistant_model)
     return DDTreeDecoding(config, assistant_model, candidate_generator, draft_state, streamer, synced_gpus)
 

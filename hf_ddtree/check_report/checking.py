@@ -12,6 +12,7 @@ from ..budget.auto import AutoBudget
 from ..configuration import DDTreeConfig
 from ..drafter_kinds import check_checkpoint_fits, drafter_kind
 from ..interop.models import attention_implementation
+from ..interop.wrappers import unwrapped
 from ..target.requirements import check_target
 from .facts import layer_kinds, notes_on
 from .meta_model import NotBuilt, build_without_weights, config_of
@@ -45,6 +46,7 @@ def check(
         OSError: If there is no such folder or repository.
     """
     DDTreeConfig(tree_budget=tree_budget)
+    model, drafter = unwrapped(model, "model"), unwrapped(drafter, "drafter")
     if not isinstance(context_length, int) or context_length < 1:
         raise ValueError(f"`context_length` must be an integer of at least 1, but is {context_length!r}.")
     found: dict[str, Any] = {"model": _name_of(model), "family": "unknown", "drafter_fits": None}
