@@ -146,7 +146,7 @@ class TreeDecoder:
         is_whole = prompt_length(generation_config, model_kwargs) == prompt.shape[1]
         self._generator.start(prompt[:, : num_cached if is_whole else 0], num_cached)
         with recorder.recording():
-            outputs = prefill(model, prompt, generation_config, model_kwargs)
+            outputs = prefill(model, prompt, generation_config, model_kwargs, bool(recorder.layer_ids))
         self._stats.target_forwards += 1
         self._unseen = UnseenRounds(prompt, attention_mask, recorder.take())
         model_kwargs.update(kwargs_after_prefill(outputs, model_kwargs, model))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..target.layers import decoder_layers
 from .checkpoint import Checkpoint
 
 ADVICE = "Choose a drafter that was trained for this target."
@@ -24,6 +25,7 @@ def check_sizes_fit(config: PreTrainedConfig, target_model: PreTrainedModel, lay
     Raises:
         ValueError: If they disagree, or the target has no output head; the message says what disagrees.
     """
+    decoder_layers(target_model)  # refuses a target whose layers cannot be read
     target = target_model.config.get_text_config()
     kind = type(target_model).__name__
     if target_model.get_output_embeddings() is None:

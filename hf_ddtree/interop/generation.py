@@ -16,7 +16,11 @@ from .versions import cache_of
 
 
 def prefill(
-    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    through_all_layers: bool = False,
 ) -> ModelOutput:
     """Fills the cache with the prompt as `generate()` does, in chunks if `prefill_chunk_size` is set.
 
@@ -24,11 +28,21 @@ def prefill(
         model: The model.
         input_ids: `(batch, length)` int64.
         generation_config, model_kwargs: As `generate()` prepared them.
+        through_all_layers: Whether every layer must get every token. Models whose last layers share keys and values
+            pass only the tokens on to them whose logits are kept, if these are given by their number.
 
     Raises:
         MissingPrivateName: If Transformers has no such method.
     """
-    return private(model, "_prefill", "Decoding with trees")(input_ids, generation_config, model_kwargs)
+    fill = private(model, "_prefill", "Decoding with trees")
+    kept = model_kwargs.get("logits_to_keep")
+    if not (through_all_layers and isinstance(kept, int) and kept):
+        return fill(input_ids, generation_config, model_kwargs)
+    model_kwargs["logits_to_keep"] = torch.arange(-kept, 0, device=input_ids.device)
+    try:
+        return fill(input_ids, generation_config, model_kwargs)
+    finally:
+        model_kwargs["logits_to_keep"] = kept
 
 
 def kwargs_after_prefill(outputs: ModelOutput, model_kwargs: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:

@@ -68,9 +68,17 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, in order.
 
     Raises:
-        ValueError: If the model does not have them under `layers` of its decoder.
+        ValueError: If the model does not have them under `layers` of its decoder, or they do not give one hidden state
+            per token.
     """
-    layers = getattr(model.get_decoder(), "layers", None)
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None) or getattr(getattr(decoder, "model", None), "layers", None)
+    if getattr(model.config.get_text_config(), "altup_num_inputs", 1) > 1:
+        raise ValueError(
+            f"The layers of a {type(model).__name__} give several hidden states per token (`altup_num_inputs`), and "
+            "no drafter says which of them it reads. Use a drafter that needs no features of the target, such as a "
+            "causal language model, or `tree_lookup=True`."
+        )
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(
             f"{type(model).__name__} has no list `layers` of decoder layers, so the features that the drafter needs "
