@@ -25,8 +25,8 @@ def unwrapped(model: Any, argument: str) -> Any:
         wrapper: Any = inner
         if isinstance(wrapper, DataParallel | DistributedDataParallel):
             inner = wrapper.module
-        elif "_orig_mod" in wrapper._modules:
-            inner = wrapper._modules["_orig_mod"]
+        elif (compiled := dict(wrapper.named_children()).get("_orig_mod")) is not None:
+            inner = compiled
         elif hasattr(wrapper, "get_base_model") and hasattr(wrapper, "peft_config"):
             if any(getattr(config, "is_prompt_learning", False) for config in wrapper.peft_config.values()):
                 raise ValueError(
