@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_ddtree.attention.gated_delta_rule import tree_gated_delta_rule
 from hf_ddtree.attention.path_state import PathFactors, TreePaths, advance_states
+from hf_ddtree.attention.reference import delta_rule_step, over_nodes
 from hf_ddtree.tree.build import build_tree
 from hf_ddtree.tree.candidates import top_candidates
 from hf_ddtree.tree.draft_tree import DraftTree
@@ -82,17 +83,13 @@ def by_node(inputs: Inputs, initial_state: Tensor, parents: list[int]) -> tuple[
         torch.nn.functional.normalize(vectors[0], dim=-1).repeat_interleave(groups, dim=1)
         for vectors in (inputs.query, inputs.key)
     )
-    query = query * query.shape[-1] ** -0.5
-    value, beta, decay = inputs.value[0], inputs.beta[0, ..., None], inputs.g[0].exp()[..., None, None]
-    states: list[Tensor] = []
-    outputs = []
-    for node, parent in enumerate(parents):
-        state = (initial_state[0] if parent < 0 else states[parent]) * decay[node]
-        update = beta[node] * (value[node] - (key[node, :, None] @ state)[:, 0])
-        state = torch.baddbmm(state, key[node, :, :, None], update[:, None])
-        states.append(state)
-        outputs.append((query[node, :, None] @ state)[:, 0])
-    return torch.stack(outputs)[None], states
+    value, g, beta = inputs.value[0], inputs.g[0, ..., None], inputs.beta[0]
+
+    def step(node: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_rule_step(state, query[node], key[node], value[node], g[node], beta[node])
+
+    outputs, states = over_nodes(step, initial_state[0], parents)
+    return outputs[None], states
 
 
 def by_tree(inputs: Inputs, initial_state: Tensor, paths: TreePaths, path: Tensor) -> tuple[Tensor, PathFactors]:

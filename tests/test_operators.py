@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.random_trees import SHAPES, random_path, random_tree
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_ddtree.attention import kimi_delta
 from hf_ddtree.attention.causal_conv import ancestor_windows, tree_causal_conv
@@ -19,6 +20,7 @@ from hf_ddtree.attention.mamba2 import tree_mamba2
 from hf_ddtree.attention.mask import chunk_windows, to_additive, tree_attention_mask
 from hf_ddtree.attention.path_state import PathFactors, TreePaths, advance_states
 from hf_ddtree.attention.query_scale import scale_correction
+from hf_ddtree.attention.reference import delta_rule_step, mamba2_step, over_nodes
 from hf_ddtree.tree.draft_tree import DraftTree
 from hf_ddtree.tree.tree_batch import TreeBatch
 
@@ -119,11 +121,8 @@ class DeltaRule(Recurrence):
         )
         if self.normalise:
             query, key = (vectors / (vectors.square().sum(-1, keepdim=True) + 1e-6).sqrt() for vectors in (query, key))
-        beta, value = self.beta[row, node].double()[:, None], self.value[row, node].double()
-        state = self.g[row, node].double().exp()[..., None] * state
-        predicted = torch.einsum("hk,hkv->hv", key, state)
-        state = state + torch.einsum("hk,hv->hkv", key, beta * (value - predicted))
-        return state, torch.einsum("hk,hkv->hv", query, state) / query.shape[-1] ** 0.5
+        value, g, beta = (tensor[row, node].double() for tensor in (self.value, self.g, self.beta))
+        return delta_rule_step(state, query, key, value, g, beta)
 
 
 class Mamba2(Recurrence):
@@ -148,10 +147,9 @@ class Mamba2(Recurrence):
     def step(self, row: int, node: int, state: Tensor) -> tuple[Tensor, Tensor]:
         group = torch.arange(len(self.rate)) // (len(self.rate) // self.columns.shape[2])
         inputs, dt = self.inputs[row, node].double(), self.dt[row, node].double()
-        written = torch.einsum("h,hr,hc->hrc", dt, inputs, self.columns[row, node, group].double())
-        state = (dt * self.rate.double()).exp()[:, None, None] * state + written
-        output = torch.einsum("hrc,hc->hr", state, self.query[row, node, group].double())
-        return state, output if self.skip is None else output + self.skip.double()[:, None] * inputs
+        columns, query = (tensor[row, node, group].double() for tensor in (self.columns, self.query))
+        skip = None if self.skip is None else self.skip.double()
+        return mamba2_step(state, inputs, dt, self.rate.double(), columns, query, skip)
 
 
 RECURRENCES = {
@@ -271,6 +269,22 @@ def test_recurrence_leaves_its_inputs_alone(make):
     _, factors = layer.by_tree([tree])
     state_after_path(layer.initial_state, factors, torch.tensor([tree.path(9)]))
     assert all(torch.equal(getattr(layer, name), value) for name, value in before.items())
+
+
+def test_the_reference_is_what_transformers_computes():
+    """Token by token, for a chain: what decoding without a tree runs."""
+    layer, chain = DeltaRule(7, groups=2), range(-1, 6)
+    outputs, states = over_nodes(
+        lambda node, state: layer.step(0, node, state), layer.initial_state[0].double(), chain
+    )
+    query, key = (tensor.repeat_interleave(2, dim=2) for tensor in (layer.query, layer.key))
+    expected, state = modeling_qwen3_5.torch_recurrent_gated_delta_rule(
+        *(query, key, layer.value, layer.g[..., 0], layer.beta, layer.initial_state),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    torch.testing.assert_close(outputs, expected[0].double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states[-1], state[0].double(), rtol=1e-5, atol=1e-5)
 
 
 @parametrize(KINDS)
