@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
@@ -40,12 +40,30 @@ from .target.weights import execution_device
 from .validation import describe_type
 
 
+class Format(NamedTuple):
+    """A format that drafters of a kind are published in; a row of the table in `docs/drafters.md`.
+
+    Attributes:
+        publisher: Whose it is.
+        recognised_by: What in its `config.json` tells.
+        needs: What must be there.
+        parity: The test that compares it with its publisher's implementation, or with plain equations.
+    """
+
+    publisher: str
+    recognised_by: str
+    needs: str
+    parity: str
+
+
 @dataclass(frozen=True)
 class DrafterKind:
     """A kind of drafter.
 
     Attributes:
         name: What it is called.
+        tree: What its trees are like.
+        formats: The formats that it comes in.
         recognises: Whether a checkpoint holds such a drafter, for the target that it is loaded for. The target is None
             if there is none, or if nothing but the checkpoint's config may be read.
         read_config: The drafter's configuration, from its checkpoint's; None if only the weights can tell.
@@ -59,6 +77,8 @@ class DrafterKind:
     """
 
     name: str
+    tree: str
+    formats: tuple[Format, ...]
     recognises: Callable[[Checkpoint, PreTrainedModel | None], bool]
     read_config: Callable[[Checkpoint], PreTrainedConfig | None]
     check_fits: Callable[[Any, PreTrainedModel], None]
@@ -74,10 +94,34 @@ def _make_native_generator(
     return DFlashTreeCandidateGenerator(view_native(drafter, target_model), target_model, config, state)
 
 
+_BLOCK = "one forward for a block; by one distribution per depth, calibrated while decoding"
+_CONDITIONAL = "one forward for a block; by each token's probability given the one before it"
+_ALONG_BRANCH = "one forward for a block, then a small head per level; by each token's probability given its branch"
+_LEVELWISE = "one forward per level; by each token's probability given its branch"
+_LAYERS = "`mask_token_id`, and `target_layer_ids` or `num_target_layers`, in `dflash_config` or beside it"
+_SPECULATORS = (
+    "`aux_hidden_state_layer_ids`, `transformer_layer_config`, `mask_token_id`; `d2t` of a reduced vocabulary"
+)
+
 # The first that recognises or matches is taken.
 DRAFTER_KINDS = (
     DrafterKind(
         name="multi-token-prediction layers",
+        tree=_LEVELWISE,
+        formats=(
+            Format(
+                "Qwen3-Next, Qwen3.5, Qwen3.5-MoE",
+                '`"mtp"`, or tensors `mtp.*` in a checkpoint of the target',
+                "all tensors of one such layer, not quantized",
+                "test_mtp_drafter.py::test_the_tree_against_a_plain_step",
+            ),
+            Format(
+                "families whose layers Transformers loads",
+                '`"mtp"`, and `num_mtp_layers` in the target\'s config',
+                "the target's own checkpoint",
+                "test_mtp_drafter.py::test_what_transformers_drafts",
+            ),
+        ),
         recognises=is_mtp,
         read_config=lambda checkpoint: None,
         check_fits=lambda config, target_model: None,
@@ -88,6 +132,15 @@ DRAFTER_KINDS = (
     ),
     DrafterKind(
         name="DFlash of Transformers",
+        tree=_BLOCK,
+        formats=(
+            Format(
+                "Muse Glimmer",
+                "`model_type` `muse_glimmer_assistant`",
+                "what its class needs",
+                "test_native_dflash.py::test_hidden_states_over_rounds",
+            ),
+        ),
         recognises=lambda checkpoint, _: is_native_checkpoint(checkpoint),
         read_config=Checkpoint.read_config,
         check_fits=check_native_fits,
@@ -97,6 +150,24 @@ DRAFTER_KINDS = (
     ),
     DrafterKind(
         name="DSpark",
+        tree=_ALONG_BRANCH,
+        formats=(
+            Format(
+                "DeepSpec",
+                "`architectures` with `Qwen3DSparkModel`",
+                f"`markov_rank`, `enable_confidence_head`; {_LAYERS}",
+                "test_dspark.py::test_trees_over_rounds",
+            ),
+            Format(
+                "SpecForge",
+                "`architectures` with `DSparkDraftModel`, or `projector_type` `dspark` in `dflash_config`",
+                f"`markov_rank`, `enable_confidence_head`; {_LAYERS}",
+                "test_dspark.py::test_trees_over_rounds",
+            ),
+            Format(
+                "speculators", "`speculators_model_type` `dspark`", _SPECULATORS, "test_dspark.py::test_speculators"
+            ),
+        ),
         recognises=lambda checkpoint, _: is_dspark(checkpoint),
         read_config=read_dspark_config,
         check_fits=check_dflash_fits,
@@ -106,6 +177,15 @@ DRAFTER_KINDS = (
     ),
     DrafterKind(
         name="Domino",
+        tree=_ALONG_BRANCH,
+        formats=(
+            Format(
+                "SpecForge",
+                "`architectures` with `DominoDraftModel`, or `projector_type` `domino` in `dflash_config`",
+                f"`emb_dim`, `gru_hidden_dim`; {_LAYERS}",
+                "test_domino.py::test_trees_over_rounds",
+            ),
+        ),
         recognises=lambda checkpoint, _: is_domino(checkpoint),
         read_config=read_domino_config,
         check_fits=check_dflash_fits,
@@ -115,6 +195,21 @@ DRAFTER_KINDS = (
     ),
     DrafterKind(
         name="DFlash 2",
+        tree=_CONDITIONAL,
+        formats=(
+            Format(
+                "z-lab",
+                "`architectures` with `DFlash2DraftModel`, or `selector_rank`",
+                f"`conv_kernel_size`, `conv_group_size`, `selector_rank`, `selector_top_k`; {_LAYERS}",
+                "test_dflash2_parity.py::test_hidden_states_over_rounds",
+            ),
+            Format(
+                "speculators",
+                "`speculators_model_type` `dflash2`",
+                _SPECULATORS,
+                "test_speculators_parity.py::test_dflash2",
+            ),
+        ),
         recognises=lambda checkpoint, _: is_dflash2(checkpoint),
         read_config=read_dflash2_config,
         check_fits=check_dflash_fits,
@@ -124,6 +219,27 @@ DRAFTER_KINDS = (
     ),
     DrafterKind(
         name="DFlash",
+        tree=_BLOCK,
+        formats=(
+            Format(
+                "z-lab",
+                "`architectures` with `DFlashDraftModel`",
+                _LAYERS,
+                "test_dflash_parity.py::test_hidden_states_over_rounds",
+            ),
+            Format(
+                "JetSpec",
+                "z-lab's, with `causal_head` in `dflash_config`",
+                _LAYERS,
+                "test_dflash_parity.py::test_jetspec",
+            ),
+            Format(
+                "speculators",
+                "`speculators_model_type` `dflash`",
+                _SPECULATORS,
+                "test_speculators_parity.py::test_logits_over_rounds",
+            ),
+        ),
         recognises=lambda checkpoint, _: is_dflash(checkpoint),
         read_config=read_dflash_config,
         check_fits=check_dflash_fits,
@@ -133,6 +249,27 @@ DRAFTER_KINDS = (
     ),
     DrafterKind(
         name="EAGLE-3",
+        tree=_LEVELWISE,
+        formats=(
+            Format(
+                "SafeAILab",
+                "`architectures` with `LlamaForCausalLM`, and `draft_vocab_size`",
+                "layers of Llama with full attention; `d2t`",
+                "test_eagle3.py::test_the_two_layouts_are_one_drafter",
+            ),
+            Format(
+                "SpecForge",
+                "`architectures` with `LlamaForCausalLMEagle3`",
+                "layers of Llama with full attention; `d2t`",
+                "test_eagle3.py::test_the_two_layouts_are_one_drafter",
+            ),
+            Format(
+                "speculators",
+                "`speculators_model_type` `eagle3`",
+                "layers of Llama or Qwen3 with full attention; `d2t` of a reduced vocabulary",
+                "test_eagle3.py::test_trees_over_rounds",
+            ),
+        ),
         recognises=lambda checkpoint, _: is_eagle3(checkpoint),
         read_config=read_eagle3_config,
         check_fits=check_eagle3_fits,
@@ -142,6 +279,16 @@ DRAFTER_KINDS = (
     ),
     DrafterKind(
         name="causal language model",
+        tree=_LEVELWISE,
+        formats=(
+            Format(
+                "Transformers",
+                "`architectures` with a class of `AutoModelForCausalLM`, or one that ends in "
+                "`ForConditionalGeneration` and has such a counterpart",
+                "the target's tokenizer, see below",
+                "test_causal_lm_drafter.py::test_the_tree_is_the_best_under_the_drafters_probabilities",
+            ),
+        ),
         recognises=lambda checkpoint, _: is_causal_lm(checkpoint),
         read_config=Checkpoint.read_config,
         check_fits=check_config_fits,
@@ -186,6 +333,16 @@ def load_drafter(
     if target_model is not None:
         kind.check_fits(config, target_model)
     return kind.load(checkpoint, config, target_model).eval()
+
+
+def checkpoint_kind(path_or_repo_id: str | os.PathLike[str]) -> DrafterKind:
+    """What kind of drafter a checkpoint holds, by its `config.json` alone.
+
+    Raises:
+        ValueError: If it is of none that is known.
+        OSError: If there is no such folder or repository.
+    """
+    return _kind_of_checkpoint(Checkpoint(path_or_repo_id), target_model=None)
 
 
 def check_checkpoint_fits(
@@ -265,7 +422,6 @@ def _kind_of_checkpoint(checkpoint: Checkpoint, target_model: PreTrainedModel | 
     refuse_other_types(checkpoint)
     raise ValueError(
         f"The checkpoint {checkpoint.name!r} is no drafter that can be loaded: it has `architectures` "
-        f"{checkpoint.architectures} and `model_type` {checkpoint.model_type!r}. Supported are DFlash checkpoints as "
-        "z-lab publishes them (DFlash 2 included), as the speculators library writes them and as Transformers has a "
-        "model class for, drafters saved by this package, and causal language models."
+        f"{checkpoint.architectures} and `model_type` {checkpoint.model_type!r}. Supported are "
+        f"{', '.join(kind.name for kind in DRAFTER_KINDS)}, and drafters saved by this package."
     )

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..budget.auto import AutoBudget
 from ..configuration import DDTreeConfig
-from ..drafter_kinds import check_checkpoint_fits, drafter_kind
+from ..drafter_kinds import check_checkpoint_fits, checkpoint_kind, drafter_kind
 from ..interop.models import attention_implementation
 from ..interop.wrappers import unwrapped
 from ..target.requirements import check_target
@@ -66,6 +66,7 @@ def check(
     }
     layer_ids: Sequence[int] = ()
     if drafter is not None:
+        found |= _kind_of(drafter)
         layer_ids, found["drafter_fits"], found["drafter_reason"] = _fit(drafter, twin)
     try:
         check_target(model if isinstance(model, PreTrainedModel) else twin)
@@ -93,6 +94,15 @@ def _name_of(given: Any) -> str:
     if isinstance(given, str | os.PathLike):
         return str(given)
     return getattr(given, "name_or_path", None) or type(given).__name__
+
+
+def _kind_of(drafter: Any) -> dict[str, str]:
+    """The kind of a drafter and what its trees are like; nothing if the kind is not known."""
+    try:
+        kind = checkpoint_kind(drafter) if isinstance(drafter, str | os.PathLike) else drafter_kind(drafter)
+    except ValueError:
+        return {}
+    return {"drafter_kind": kind.name, "drafter_tree": kind.tree}
 
 
 def _fit(drafter: Any, target: PreTrainedModel) -> tuple[Sequence[int], bool | None, str | None]:

@@ -41,6 +41,8 @@ class CheckReport:
         drafter: Name of the drafter, or its class; None if none was given.
         drafter_fits: Whether it fits the target; None if no drafter was given, or only loading it can tell.
         drafter_reason: Why not.
+        drafter_kind: What kind of drafter it is; None if that is not known.
+        drafter_tree: What its trees are like.
         notes: What else to know.
         call: Code that decodes with trees; None if the target is not supported or the drafter does not fit. Without a
             drafter it drafts by prompt lookup.
@@ -58,6 +60,8 @@ class CheckReport:
     drafter: str | None = None
     drafter_fits: bool | None = None
     drafter_reason: str | None = None
+    drafter_kind: str | None = None
+    drafter_tree: str | None = None
     notes: list[str] = field(default_factory=list)
     call: str | None = None
     suggestions: tuple[Suggestion, ...] = ()

@@ -92,6 +92,8 @@ def _table(report: CheckReport, is_auto: bool) -> Table:
         fit = {True: "fits", False: "does not fit", None: "not known"}[report.drafter_fits]
         reason = "" if report.drafter_reason is None else f": {report.drafter_reason}"
         table.add_row("drafter", Text(f"{report.drafter} {fit}{reason}"))
+        if report.drafter_kind is not None:
+            table.add_row("its kind", f"{report.drafter_kind}: {report.drafter_tree}")
     for note in report.notes:
         table.add_row("note", Text(note))
     return table
