@@ -12,11 +12,14 @@
 3. Memory that a node of the tree takes while it is verified.
 4. Trees that are searched on the GPU against those that the host builds of the same candidates, which have to be
    transferred first: whether they are equal, and the time of both.
-5. Speed: plain decoding, chain, trees of several budgets, on the pair that ships and on random Qwen3.5 hybrids of half
+5. Each `attn_implementation` that is installed, over contexts of 8,192 and 32,768 tokens with 16 query heads and 4 key
+   heads of 256: time of a tree's forward and of a token's. The logits must be as close to those in float32 as those
+   of Transformers' own attention function, up to a factor of two.
+6. Speed: plain decoding, chain, trees of several budgets, on the pair that ships and on random Qwen3.5 hybrids of half
    a billion and of about three billion parameters, whose drafter is right as often as it is told to be; with CUDA
    graphs as well.
 
-Exits with an error if a family fails the first check, or if trees differ.
+Exits with an error if a family fails the first check, if trees differ, or if an attention is not close enough.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import transformers
@@ -41,11 +46,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_ddtree
+from hf_ddtree.attention import attention_dispatch, dispatch
 from hf_ddtree.demo import demo_prompts
+from hf_ddtree.interop.versions import CACHE_KEY
+from hf_ddtree.target.cache_rows import CommittedRows
+from hf_ddtree.target.compiled import num_graphs
+from hf_ddtree.target.model import CachedModel
+from hf_ddtree.target.preallocation import growing
 from hf_ddtree.testing import SetAccuracyGenerator
 from hf_ddtree.tree.build import build_tree
 from hf_ddtree.tree.build_on_device import search_trees
-from hf_ddtree.tree.candidates import best_tokens, conditional_candidates, on_host
+from hf_ddtree.tree.candidates import best_tokens, conditional_candidates, on_host, top_candidates
+from hf_ddtree.tree.draft_tree import DraftTree
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 2}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -65,6 +77,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 DTYPES = (torch.bfloat16, torch.float16)
 BUDGETS = (16, 32, 64)
+IMPLEMENTATIONS = (
+    *("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"),
+    *("kernels-community/flash-attn2", "kernels-community/flash-attn3"),
+)
+KERNELS = ("triton", "flash-attn", "flash-attn-3", "kernels", "causal-conv1d", "flash-linear-attention", "mamba-ssm")
 HORIZON = 15  # of the generator of set accuracy
 
 
@@ -339,6 +356,95 @@ def check_tree_search(device: str, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def versions_of_kernels() -> dict[str, str | None]:
+    """The installed version of each package that has kernels for layers, None if it is not installed."""
+    installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
+    return {name: installed.get(name) for name in KERNELS}
+
+
+def make_attention(device: str, dtype: torch.dtype, quick: bool) -> PreTrainedModel:
+    """Two layers of full attention whose query heads share key heads four by four."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 16 if quick else 256}
+    config = transformers.LlamaConfig(
+        vocab_size=1024, hidden_size=64 if quick else 2048, num_hidden_layers=2, intermediate_size=512, **heads
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+    return model.eval().requires_grad_(False)
+
+
+def over_random_context(model: PreTrainedModel, num_cached: int) -> CachedModel:
+    """The model with a cache of random keys and values."""
+    cache = transformers.DynamicCache(config=model.config)
+    model(torch.arange(8, device=model.device)[None], use_cache=True, **{CACHE_KEY: cache})
+    torch.manual_seed(1)
+    for layer in cache.layers:
+        shape = (*layer.keys.shape[:2], num_cached, layer.keys.shape[3])
+        # The same in each dtype.
+        layer.keys, layer.values = (torch.randn(shape).bfloat16().to(layer.keys) for _ in range(2))
+    positions = torch.arange(num_cached + 1, device=model.device)[None]
+    arguments = {CACHE_KEY: cache, "position_ids": positions, "use_cache": True}
+    return CachedModel(model, arguments, CommittedRows(num_cached, arguments, 1, model.device))
+
+
+@torch.no_grad()
+def check_attention(device: str, quick: bool) -> list[dict[str, Any]]:
+    """Every implementation over long contexts, by time and by how far logits are from those in float32."""
+    dtype = torch.float32 if quick else torch.bfloat16
+    logits = 4.0 * torch.randn(HORIZON, 512, generator=torch.Generator().manual_seed(0))
+    tree = build_tree(*top_candidates(logits, 32), 0, 32)
+    rows = []
+
+    def by_tree(cached: CachedModel) -> Tensor:
+        verification = cached.verify([tree])
+        cached.commit(verification.tree_pass, [[]])
+        return verification.logits.float().cpu()
+
+    def by_token(cached: CachedModel) -> Tensor:
+        return cached.step([DraftTree.root_only(1)]).logits.cpu()
+
+    for context in (64, 9000) if quick else (8192, 32768):
+        exact = make_attention(device, dtype, quick).to(torch.float64 if quick else torch.float32)
+        dispatch.install(exact)
+        expected = by_tree(over_random_context(exact, context))
+        del exact
+        own = mock.patch.object(attention_dispatch, "_stands_in", lambda *args: False)
+        for implementation in IMPLEMENTATIONS:
+            if quick and implementation == "flex_attention":
+                continue  # takes half a minute to compile
+            row: dict[str, Any] = {"attention": implementation, "context": context}
+            model = make_attention(device, dtype, quick)
+            try:
+                model.set_attn_implementation(implementation)
+                cached = over_random_context(model, context)
+            except Exception as error:
+                rows.append(row | dict.fromkeys(("token_ms", "tree_ms", "error", "own_error")) | {"why": str(error)})
+                continue
+            dispatch.install(model)
+            with cached.recording_past(), growing(cached.cache):
+                row["token_ms"] = milliseconds(lambda cached=cached: by_token(cached), device, 2 if quick else 10)
+            cached = over_random_context(model, context)
+            with cached.recording_past(), growing(cached.cache):
+                row["tree_ms"] = milliseconds(lambda cached=cached: by_tree(cached), device, 2 if quick else 10)
+                row["error"] = float((by_tree(cached) - expected).abs().max())
+                row["own_error"] = None
+                if implementation in ("sdpa", "eager"):
+                    with own:
+                        row["own_error"] = float((by_tree(cached) - expected).abs().max())
+            rows.append(row | {"why": ""})
+    return rows
+
+
+def attention_is_close(rows: list[dict[str, Any]]) -> bool:
+    """Whether each attention that ran is as close as Transformers' own functions over as long a context."""
+    noise = {row["context"]: row["own_error"] for row in rows if row["attention"] == "sdpa"}
+    return all(row["error"] <= 2 * noise[row["context"]] + 1e-5 for row in rows if row["error"] is not None)
+
+
 def make_benches(device: str, quick: bool) -> Iterator[tuple[str, Bench]]:
     """One at a time, so that no two models take memory at once."""
     dtype = torch.float32 if quick else torch.bfloat16
@@ -373,13 +479,16 @@ def main(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "hf_ddtree": hf_ddtree.__version__,
+        "kernels": versions_of_kernels(),
         "families": check_families(device, quick),
         "tree_search": check_tree_search(device, quick),
+        "attention": check_attention(device, quick),
         "rounds": [],
         "speed": {},
     }
     show("tree against plain decoding", report["families"])
     show("trees where the candidates are, and on the host", report["tree_search"])
+    show("attention over long contexts", report["attention"])
     for name, bench in make_benches(device, quick):
         report["rounds"].append(
             {
@@ -393,12 +502,15 @@ def main(
         report["speed"][name] = bench.speed()
         show(f"speed, {name}", report["speed"][name])
     show("rounds", report["rounds"])
+    report["compiled_graphs"] = num_graphs()
     report["seconds"] = time.perf_counter() - start
     print(f"{report['device']}: {report['seconds']:.0f} s")
     if output is not None:
         output.write_text(json.dumps(report, indent=1) + "\n")
     if not all(row["equal"] for row in report["tree_search"]):
         raise SystemExit("Trees that are searched on the device differ from those that are built on the host.")
+    if not attention_is_close(report["attention"]):
+        raise SystemExit("An attention over a tree is further from float32 than Transformers' own function.")
     failed = [f"{row['family']} in {row['dtype']}" for row in report["families"] if not row["passed"]]
     if failed:
         raise SystemExit(f"Tree decoding differs from plain decoding by more than noise: {', '.join(failed)}.")

@@ -22,6 +22,8 @@ def test_the_check_runs_on_the_cpu(tmp_path):
     assert len(report["families"]) == 22 and all(row["passed"] for row in report["families"])
     assert all(row["noise"] > 0 and row["tokens_per_forward"] > 1.2 for row in report["families"])
     assert len(report["tree_search"]) == 8 and all(row["equal"] for row in report["tree_search"])
+    ran = {row["attention"] for row in report["attention"] if row["error"] is not None}
+    assert {"sdpa", "eager"} <= ran and "triton" in report["kernels"]
     for rows in report["speed"].values():
         assert [row["method"] for row in rows] == ["plain", "chain", "tree 16", "tree 32", "tree 64"]
         assert all(row["tokens_per_second"] > 0 and row["identical"] == rows[0]["identical"] for row in rows)

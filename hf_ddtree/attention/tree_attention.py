@@ -54,7 +54,8 @@ def tree_attention(
     key_heads = key.shape[1]
     queries = query.reshape(batch_size, key_heads, num_heads // key_heads * num_nodes, -1)
     if sinks is not None:
-        sinks = sinks.float().view(key_heads, -1, 1).expand(-1, -1, num_nodes).reshape(1, key_heads, -1, 1)
+        sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
+        sinks = sinks.view(key_heads, -1, 1).expand(-1, -1, num_nodes).reshape(1, key_heads, -1, 1)
     kernel = open_kernel(queries, key, value) if mask.num_open and softcap is None else None
     if kernel is not None:
         output = _in_two_parts(kernel, queries, key, value, mask, scaling, sinks)
@@ -75,11 +76,12 @@ def _in_two_parts(
     sinks: Tensor | None,
 ) -> Tensor:
     of_context, log_sum = kernel(queries, key[..., : mask.num_open, :], value[..., : mask.num_open, :], scale=scaling)
-    scores = (queries @ key[..., mask.num_open :, :].mT).float() * scaling + mask.scores
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    scores = (queries @ key[..., mask.num_open :, :].mT).to(dtype) * scaling + mask.scores
     log_sum_nodes = scores.logsumexp(-1, keepdim=True)
     of_nodes = (scores - log_sum_nodes).exp_().to(value.dtype) @ value[..., mask.num_open :, :]
-    ahead = log_sum.float()[..., : queries.shape[2], None] - log_sum_nodes
-    output = torch.lerp(of_nodes.float(), of_context.float(), ahead.sigmoid())
+    ahead = log_sum.to(dtype)[..., : queries.shape[2], None] - log_sum_nodes
+    output = torch.lerp(of_nodes.to(dtype), of_context.to(dtype), ahead.sigmoid())
     if sinks is not None:
         # log(exp(l_context) + exp(l_nodes)) = l_nodes + softplus(l_context - l_nodes)
         output = output * (log_sum_nodes + softplus(ahead) - sinks).sigmoid()
@@ -101,7 +103,7 @@ def _by_scores(
     outputs = []
     for first in range(0, num_queries, at_once):
         some = slice(first, first + at_once)
-        scores = (queries[:, :, some] @ key.mT).float() * scaling
+        scores = (queries[:, :, some] @ key.mT).to(torch.promote_types(queries.dtype, torch.float32)) * scaling
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         scores[..., mask.num_open :] += mask.scores[:, :, some]

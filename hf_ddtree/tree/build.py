@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from heapq import heappop, heappush
 
 import numpy as np
 import torch
@@ -65,6 +66,8 @@ def build_tree(
     )
     depth = min(depth, budget)
     width = 1 if shape == "chain" else min(row, budget)
+    if shape == "chain" or (shape == "best_first" and budget <= FEW_NODES):
+        return _one_by_one(costs[:depth], tokens, states, root_token_id, budget, width)
     spine = 0 if shape == "spine_first" else None
 
     if states is None:
@@ -129,6 +132,53 @@ def build_tree(
     )
 
 
+def _one_by_one(
+    costs: np.ndarray, tokens: np.ndarray, states: np.ndarray | None, root_token_id: int, budget: int, width: int
+) -> DraftTree:
+    """The tree of `build_tree`, best-first, from a heap of what may come next: the next sibling and the first child of
+    each node that is in the tree (DDTree, algorithm 1)."""
+    depth, row = len(costs), costs.shape[-1]
+    costs = costs.reshape(depth, -1, row)
+    path_costs, parents, levels, ranks, in_state = [np.float32(0)], [-1], [0], [0], [0]
+    heap: list[tuple[np.float32, int, int, int]] = []
+
+    def consider(parent: int, rank: int) -> None:
+        level = levels[parent]
+        cost = path_costs[parent] + costs[level, in_state[parent], rank]
+        if cost < np.inf:
+            heappush(heap, (cost, level, parent, rank))
+
+    consider(0, 0)
+    while heap and len(parents) <= budget:
+        cost, level, parent, rank = heappop(heap)
+        node = len(parents)
+        path_costs.append(cost)
+        parents.append(parent)
+        levels.append(level + 1)
+        ranks.append(rank)
+        in_state.append(0 if states is None else int(states[level, in_state[parent], rank]))
+        if rank + 1 < width:
+            consider(parent, rank + 1)
+        if level + 1 < depth:
+            consider(node, 0)
+    if len(parents) == 1:
+        return DraftTree.root_only(root_token_id)
+
+    # Nodes of one depth have come by falling probability.
+    order = sorted(range(len(parents)), key=levels.__getitem__)
+    places = sorted(range(len(parents)), key=order.__getitem__)
+    drafted = order[1:]
+    above = [parents[node] for node in drafted]
+    found = tokens.reshape(len(tokens), -1, row)[
+        [levels[node] for node in above], [in_state[node] for node in above], [ranks[node] for node in drafted]
+    ]
+    return DraftTree(
+        torch.from_numpy(np.concatenate(([root_token_id], found))),
+        torch.from_numpy(np.array([-1, *(places[node] for node in above)])),
+        torch.from_numpy(-np.array([path_costs[node] for node in order])),
+    )
+
+
 def _keep_spine(within: np.ndarray, pair_costs: np.ndarray, pair: int) -> tuple[np.ndarray, int | None]:
     """Adds the spine's next pair to the pairs `within` a level if it is not among them, and says where it is there.
 
@@ -170,6 +220,8 @@ def _pairs_by_state(in_state: np.ndarray, budget: int, width: int) -> tuple[np.n
     return _pairs_of(ranks, budget, width)
 
 
+# Up to so many nodes a heap takes less time than arrays of all prefixes of a depth.
+FEW_NODES = 24
 # Up to so many pairs it takes less time to look at all of them than to find out which can be among the best.
 MANY_PAIRS = 2**13
 
