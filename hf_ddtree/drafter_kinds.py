@@ -30,7 +30,7 @@ from .drafters.dspark import DSparkDraftModel
 from .drafters.dspark.checkpoint import is_dspark, read_dspark_config
 from .drafters.eagle3 import Eagle3DraftModel
 from .drafters.eagle3.checkpoint import check_eagle3_fits, is_eagle3, load_eagle3, read_eagle3_config
-from .drafters.mtp.checkpoint import is_mtp, load_mtp
+from .drafters.mtp.checkpoint import OWN_CHECKPOINT, is_mtp, load_mtp
 from .drafters.mtp.model import MTPDrafter
 from .drafters.native.checkpoint import check_native_fits, is_native_checkpoint, load_native
 from .drafters.native.view import is_native, view_native
@@ -102,6 +102,13 @@ _LAYERS = "`mask_token_id`, and `target_layer_ids` or `num_target_layers`, in `d
 _SPECULATORS = (
     "`aux_hidden_state_layer_ids`, `transformer_layer_config`, `mask_token_id`; `d2t` of a reduced vocabulary"
 )
+
+# Drafters that are known and not supported, by their class, and why.
+UNSUPPORTED = {
+    "Gemma4AssistantForCausalLM": "it attends to the target's own cache, which is not passed to drafters here",
+    "Gemma4UnifiedAssistantForCausalLM": "it attends to the target's own cache, which is not passed to drafters here",
+    "Gemma4DSparkModel": "its layers are Gemma 4's, and only DSpark drafters with Qwen3's layers are read",
+}
 
 # The first that recognises or matches is taken.
 DRAFTER_KINDS = (
@@ -372,7 +379,9 @@ def is_drafter_alone(raw_config: dict[str, Any]) -> bool:
     """Whether a checkpoint with this `config.json` is a drafter and can be nothing else, such as a target."""
     checkpoint = Checkpoint("", raw_config=raw_config)
     kinds = [kind for kind in DRAFTER_KINDS if kind.is_never_a_target]
-    return checkpoint.speculators_type is not None or any(kind.recognises(checkpoint, None) for kind in kinds)
+    if checkpoint.speculators_type is not None or not UNSUPPORTED.keys().isdisjoint(checkpoint.architectures):
+        return True
+    return any(kind.recognises(checkpoint, None) for kind in kinds)
 
 
 def make_candidate_generator(
@@ -400,6 +409,7 @@ def drafter_kind(assistant_model: Any) -> DrafterKind:
     Raises:
         ValueError: If it is of none.
     """
+    _refuse_unsupported(type(assistant_model).__name__)
     for kind in DRAFTER_KINDS:
         if kind.matches(assistant_model):
             return kind
@@ -410,12 +420,22 @@ def drafter_kind(assistant_model: Any) -> DrafterKind:
     )
 
 
+def _refuse_unsupported(*classes: str) -> None:
+    for name in UNSUPPORTED.keys() & set(classes):
+        raise ValueError(
+            f"The drafter is a {name}, which is not supported: {UNSUPPORTED[name]}. Use another drafter for the same "
+            "target, `tree_lookup=True`, or the drafter without `generation_strategy` if Transformers supports it."
+        )
+
+
 def _kind_of_checkpoint(checkpoint: Checkpoint, target_model: PreTrainedModel | None) -> DrafterKind:
     """What kind of drafter a checkpoint holds.
 
     Raises:
         ValueError: If it is of none that is known.
     """
+    if checkpoint.path != OWN_CHECKPOINT:
+        _refuse_unsupported(*checkpoint.architectures)
     for kind in DRAFTER_KINDS:
         if kind.recognises(checkpoint, target_model):
             return kind
