@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def searches(device: torch.device) -> bool:
+def builds_on_device(device: torch.device) -> bool:
     """Whether trees are built and accepted on a device, so that the host does not wait for it. Not with Metal, which
     lacks operations on 64-bit integers."""
     return device.type not in ("cpu", "mps")

@@ -80,7 +80,7 @@ def test_rows_that_walk_together(seed, rows, budget, do_sample, warped, num_step
     ahead = ChoicesOnDevice(chooser, logits, batch if batch.num_nodes > 1 else None, depth, {})
     got, paths = Emitted(num_steps, rows), [[0] for _ in trees]
     ahead.accept(got, paths)
-    ahead.settle(len(paths[0]))
+    ahead.rewind_rng(len(paths[0]))
     assert paths == expected_paths
     assert not ahead.has_nan
     for (tokens, step_logits, scores), (tokens_expected, logits_expected, scores_expected) in zip(
@@ -125,7 +125,7 @@ def test_nan_anywhere_is_told(do_sample):
         before = torch.get_rng_state()
         ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), do_sample), logits, batch, 2, {})
         assert ahead.has_nan
-        ahead.settle(0)
+        ahead.rewind_rng(0)
         assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig
-from ..devices import on_device, searches
+from ..devices import builds_on_device, on_device
 from ..drafters.dflash import DFlashContextCache, DFlashDraftModel
 from ..drafters.dflash.checkpoint import check_drafter_fits
 from ..drafters.dflash2 import DFlash2DraftModel
@@ -109,7 +109,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         if self._target_token_ids is not None:
             self._target_token_ids = self._target_token_ids.to(token_ids.device)
             token_ids = self._target_token_ids[token_ids]
-        if searches(log_probs.device) and self._calibration is None:
+        if builds_on_device(log_probs.device) and self._calibration is None:
             with self.building():
                 next_state = states[0] if states else None
                 return search_trees(log_probs, token_ids, context.roots, budget, self._shape, next_state=next_state)

@@ -32,7 +32,7 @@ def accept(
         paths: For each row the root alone; the visited nodes are appended one by one, so that they are right even when
             a processor, a streamer or a stopping criterion raises.
     """
-    chooser.look_at(logits)
+    chooser.set_logits(logits)
     while True:
         emitted = None if chooser.chooses_per_node else sequences.token_ids
         tokens = sequences.append(chooser.choose([path[-1] for path in paths], emitted))

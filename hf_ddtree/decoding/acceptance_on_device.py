@@ -84,10 +84,10 @@ class ChoicesOnDevice:
                 if node:
                     path.append(node)
             emitted = sequences.append(Choices(chosen, nodes, logits, scores))
-            if sequences.finished or emitted != chosen:  # else a row has just ended
+            if sequences.finished or emitted != chosen:  # which differ where a finished row got padding
                 return
 
-    def settle(self, steps: int) -> None:
+    def rewind_rng(self, steps: int) -> None:
         """Leaves the random generator as if so many tokens per row had been drawn and no more."""
         if steps < len(self._random_states):
             _set_random_state(self._logits.device, self._random_states[steps])

@@ -25,7 +25,7 @@ class Batch:
 
     @property
     def first(self) -> LockstepRows:
-        """The first group, which keeps scores, hidden states and the like: then it is the only one."""
+        """The first group. If scores or hidden states are kept, there is only this group."""
         return self.groups[0]
 
     @property

@@ -84,7 +84,7 @@ class Chooser:
         self.agree = agree
         self.chooses_per_node = all(type(processor) in PER_TOKEN_PROCESSORS for processor in logits_processor)
 
-    def look_at(self, logits: Tensor) -> None:
+    def set_logits(self, logits: Tensor) -> None:
         """Takes a round's logits `(rows, n, vocab)`, what the target predicts after each node."""
         self._logits = logits
         self._scores = self.scores_at_all_nodes(logits) if self.chooses_per_node else None

@@ -17,7 +17,7 @@ from ..budget.policy import BudgetPolicy, RoundCost, checked_nodes
 from ..candidate_generators.base import TreeCandidateGenerator
 from ..candidate_generators.context import VerifiedRound
 from ..candidate_generators.tree_checks import checked_trees
-from ..devices import searches
+from ..devices import builds_on_device
 from ..interop.generation import is_callers_cache, kwargs_after_prefill, prefill, prompt_length
 from ..interop.versions import cache_of
 from ..output import DDTreeStats
@@ -38,7 +38,7 @@ from .acceptance_on_device import ChoicesOnDevice
 from .batch import Batch
 from .choosing import Chooser
 from .distributed import Processes
-from .draft_context import UnseenRounds
+from .unseen_rounds import UnseenRounds
 
 PADDING_AT_ONCE = 64
 
@@ -50,14 +50,15 @@ class Round:
     Attributes:
         trees: One per row.
         num_cached: Tokens in the cache before it, of the longest row.
-        num_drafted: Drafted nodes of the largest tree.
+        num_drafted: Drafted nodes of the largest proposed tree.
         num_graphs: Graphs that were compiled before it.
         draft_seconds: Time to propose the trees and to choose their size, None if nothing was asked for.
         proposed_at: When the trees were there, by `time.perf_counter`.
         unfinished: Rows that are not finished before it.
-        verification: What the target says about the trees.
+        verification: The target's forward over the trees.
         device_choices: The target's choices, if they are made already.
         paths: The accepted nodes of each row, from the root on; empty for a row that is finished before the round.
+        error: What a processor, a criterion, a streamer or Ctrl-C raised while accepting.
     """
 
     trees: list[DraftTree]
@@ -70,6 +71,7 @@ class Round:
     verification: Verification = field(init=False)
     device_choices: ChoicesOnDevice | None = None
     paths: list[list[int]] = field(default_factory=list)
+    error: BaseException | None = None
 
 
 class TreeDecoder:
@@ -105,7 +107,6 @@ class TreeDecoder:
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self._target: CachedModel
         self._unseen: UnseenRounds
-        self._error: BaseException | None = None
 
     def decode(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         """Decodes all rows.
@@ -129,12 +130,14 @@ class TreeDecoder:
             recorder.close()
 
     def run_round(self) -> None:
-        """One round. What a streamer, a processor or a criterion raises is kept until the round is committed."""
+        """One round. Any exception while accepting is raised after the commit of what was accepted before it."""
         current = self._propose()
         with self._undone_on_error(self._target.cache, self._target.rows):
             self._verify(current)
             self._accept(current)
             self._commit(current)
+        if current.error is not None:
+            raise current.error
 
     def _prefill(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], recorder: FeatureRecorder
@@ -201,22 +204,27 @@ class TreeDecoder:
         return self._batch.with_padding(self._processes.agree_on_trees(trees))
 
     def _verify(self, current: Round) -> None:
-        """One forward of the target over the trees; over the roots alone where a drafted token gives NaN."""
+        """One forward of the target over the trees, and a second over the roots where a drafted token gives NaN.
+
+        On an accelerator the accepted paths are found here as well, and `_accept` emits along them. With nothing
+        drafted and all rows equally long the forward is one of standard decoding, which commits the roots.
+        """
         target, is_drafted = self._target, current.num_drafted > 0
         with self._stats.stage("verify"):
             if is_drafted or not target.rows.are_level or self._batch.has_finished_group:
-                self._run(current, target.verify(current.trees))
+                self._set_verification(current, target.verify(current.trees))
             else:
-                self._run(current, target.step(current.trees))
+                self._set_verification(current, target.step(current.trees))
             if self._processes.any(is_drafted and (current.device_choices or current.verification).has_nan):
-                # It spoils the other branches, which standard decoding never sees.
+                # NaN in one branch spoils the others. Standard decoding never feeds that branch.
                 if current.device_choices is not None:
-                    current.device_choices.settle(0)
+                    current.device_choices.rewind_rng(0)
                 target.commit(current.verification.tree_pass, [[] for _ in current.trees])
                 current.trees = [DraftTree.root_only(int(tree.token_ids[0])) for tree in current.trees]
-                self._run(current, target.verify(current.trees))
+                self._stats.target_forwards += 1
+                self._set_verification(current, target.verify(current.trees))
 
-    def _run(self, current: Round, verification: Verification) -> None:
+    def _set_verification(self, current: Round, verification: Verification) -> None:
         current.verification = verification
         current.device_choices = self._choose_on_device(current.trees, verification.logits, verification)
 
@@ -227,14 +235,14 @@ class TreeDecoder:
             try:
                 self._walk(current.trees, current.verification.logits, current.device_choices, current.paths)
             except BaseException as error:
-                self._error = error
+                current.error = error
 
     def _commit(self, current: Round) -> None:
         """Commits the accepted paths to the cache, and reports the round to generator, statistics and policy."""
         verification, paths = current.verification, current.paths
         with self._stats.stage("commit"):
             self._target.commit(verification.tree_pass, paths)
-        if self._error is not None:
+        if current.error is not None:
             return
         self._batch.first.keep_round(verification.outputs, paths, self._windows)
         emitted = self._batch.emitted_along(paths)
@@ -255,13 +263,7 @@ class TreeDecoder:
             )
 
     def _stop(self) -> bool:
-        """Whether all rows are finished, in all processes.
-
-        Raises:
-            BaseException: What a streamer, a processor or a criterion raised in the last round.
-        """
-        if self._error is not None:
-            raise self._error
+        """Whether all rows are finished, in all processes. Criteria were asked as each token was emitted."""
         return not self._processes.any(not self._batch.finished)
 
     def _finish(self) -> None:
@@ -303,13 +305,13 @@ class TreeDecoder:
                     accept(trees[rows], logits[rows], self._chooser, group, of_group)
         finally:
             if device_choices is not None:
-                device_choices.settle(max(map(len, paths)))
+                device_choices.rewind_rng(max(map(len, paths)))
 
     def _choose_on_device(
         self, trees: Sequence[DraftTree], logits: Tensor, verification: Verification | None = None
     ) -> ChoicesOnDevice | None:
         """The target's choices at all nodes if the logits are on an accelerator and each depends on its node alone."""
-        if not searches(logits.device) or not self._chooser.chooses_per_node:
+        if not builds_on_device(logits.device) or not self._chooser.chooses_per_node:
             return None
         if verification is None or verification.tree_pass is None or logits.shape[1] == 1:
             return ChoicesOnDevice(self._chooser, logits, trees=None, depth=0, padding=self._batch.padding)
@@ -317,7 +319,7 @@ class TreeDecoder:
         return ChoicesOnDevice(self._chooser, logits, verification.tree_pass.trees, depth, self._batch.padding)
 
     def _pad_to_longest(self) -> None:
-        """Feeds padding to the rows that finished early, as standard decoding does, until all rows are as long."""
+        """Feeds padding to rows that finished early, as standard decoding does, until all rows are equally long."""
         target = self._target
         last, pad_token = self._batch.last_tokens(), self._batch.first.pad_token
         while self._processes.any(not target.rows.are_level):
@@ -335,7 +337,7 @@ class TreeDecoder:
 
     @contextmanager
     def _marked_on_error(self) -> Iterator[None]:
-        """Makes an error of every later use of a passed-in cache that an exception leaves with unequal rows."""
+        """If an exception leaves a caller's cache with rows of unequal length, makes any further use of it raise."""
         try:
             yield
         except BaseException:

@@ -66,7 +66,7 @@ class LockstepRows:
 
     @property
     def token_ids(self) -> Tensor:
-        """`(rows, length)` int64, the prompts and every emitted token. Never changed afterwards, only extended."""
+        """`(rows, length)` int64, the prompts and every emitted token. A criterion may write into it."""
         if self._num_unwritten:
             if self._length > self._buffer.shape[1]:
                 room = self._length - self._buffer.shape[1] + max(64, self._length // 2)
@@ -172,7 +172,7 @@ class LockstepRows:
 def _end_tokens(stopping_criteria: StoppingCriteriaList) -> frozenset[int] | None:
     """The end-of-sequence tokens if they and one length are all that ends sequences; None if criteria must be asked.
 
-    A length beyond what the model was made for is left to its criterion, which says so once.
+    A length beyond what the model was made for is left to its criterion, which warns once.
     """
     if sum(type(criterion) is MaxLengthCriteria for criterion in stopping_criteria) > 1:
         return None

@@ -128,8 +128,8 @@ class _CommittedPaths:
         self._num_cached = num_cached
         self._indices: dict[tuple[Any, ...], Tensor] = {}
         self.is_empty = not any(paths)
-        # Then what is kept is in its place already: behind each row's entries, if all rows have as many. An empty
-        # path moves nothing at all: where a drafted token gave NaN, its root may hold NaN too, which no mask hides.
+        # True if kept entries need no move: every path is a prefix of the nodes and all rows have the same length. An
+        # empty path moves nothing either: where a drafted token gave NaN, its root may hold NaN, which no mask hides.
         is_level = min(before) == max(before)
         is_prefix = all(path == list(range(len(path))) for path in paths)
         self._is_prefix = self.is_empty or (is_level and is_prefix)

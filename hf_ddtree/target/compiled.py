@@ -26,8 +26,8 @@ _uncompilable: WeakSet[PreTrainedModel] = WeakSet()
 class CompiledForward:
     """Runs a model's forward as `torch.compile` makes it: once for each shape, and again in later calls.
 
-    Must be a single graph, as its halves could not hand the tree to each other. A model that breaks it runs as it is,
-    in later calls too.
+    Traced as one graph (`fullgraph`), as the tree cannot cross a graph break. A model with a break runs uncompiled, in
+    later calls too.
 
     Args:
         model: The target.
@@ -45,7 +45,7 @@ class CompiledForward:
 
         Args:
             model_inputs: What the model's forward takes.
-            tree_pass: The forward of a tree, which gets what the stateful layers leave; None if it is no such forward.
+            tree_pass: The forward over a tree, which gets what the stateful layers leave; None without a tree.
             layer_ids: Decoder layers that hooks of a `FeatureRecorder` are on.
 
         Returns:

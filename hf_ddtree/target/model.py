@@ -91,7 +91,7 @@ class CachedModel:
     def verify(self, trees: Sequence[DraftTree]) -> Verification:
         """Runs the model once over all nodes of one tree per row.
 
-        Afterwards the cache holds every node behind the committed tokens: call `commit` before anything else reads it.
+        Afterwards the cache holds every node after the committed tokens: call `commit` before anything else reads it.
 
         Args:
             trees: One per row. Their roots are the last emitted tokens, which the cache does not hold yet.
@@ -119,7 +119,7 @@ class CachedModel:
         """Runs the model on the roots alone, as standard decoding does, and commits them.
 
         Args:
-            roots: Trees with nothing drafted, one per row; all rows have as many committed tokens.
+            roots: Trees with nothing drafted, one per row; all rows have the same number of committed tokens.
         """
         batch = TreeBatch.from_trees(roots, self.rows.device)
         cached_mask = self.rows.mask()

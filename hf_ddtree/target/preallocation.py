@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-# A 256th of the length is preallocated: at most 0.4% of the cache is unused, and each entry is copied at most 256
-# times.
+# 256 entries, or a 256th of the length if that is more: so at most 256 entries are copied per new one.
 LEAST_ROOM = 256
 ROOM_FRACTION = 256
 

@@ -19,7 +19,7 @@ UPDATES = ("update", "update_conv_state", "update_recurrent_state")
 def undone_on_error(cache: Cache, rows: CommittedRows | None = None) -> Iterator[None]:
     """Puts the cache, and `rows`, back to what it held if an exception leaves the context; the exception passes.
 
-    Keys and values are only ever extended, so references to the old ones do. What is changed in place is copied:
+    Keys and values are only ever extended, so keeping references suffices. What is changed in place is copied:
     the states of layers that have one, and the length of a static cache.
     """
     layers, lengths = list(cache.layers), [] if rows is None else list(rows.lengths)

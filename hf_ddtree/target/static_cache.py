@@ -1,4 +1,4 @@
-"""Static caches: long enough for a tree behind the committed tokens, and trees of few sizes, so that few graphs do."""
+"""Static caches with memory for a tree, and trees padded to few sizes, so that few graphs are compiled."""
 
 from __future__ import annotations
 
