@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
 from ..attention import dispatch
 from ..budget.policy import BudgetPolicy, RoundCost, checked_nodes
@@ -121,7 +122,9 @@ class TreeDecoder:
         recorder = FeatureRecorder(self._model, self._generator.feature_layers)
         try:
             with self._undone_on_error(cache):
-                self._prefill(generation_config, model_kwargs, recorder)
+                outputs = self._prefill(generation_config, model_kwargs, recorder)
+            self._emit_first(outputs)
+            del outputs
             with self._marked_on_error(), growing(cache), self._target.recording_past():
                 while not self._stop():
                     self.run_round()
@@ -141,8 +144,8 @@ class TreeDecoder:
 
     def _prefill(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], recorder: FeatureRecorder
-    ) -> None:
-        """Feeds the prompt, and emits the first token of each row."""
+    ) -> ModelOutput:
+        """Feeds the prompt."""
         model, batch = self._model, self._batch
         prompt, attention_mask = batch.token_ids(), model_kwargs.get("attention_mask")
         num_cached = int(cache_of(model_kwargs).get_seq_length())
@@ -159,14 +162,15 @@ class TreeDecoder:
         forward = compiled_forward(model, generation_config, model_kwargs)
         self._target = CachedModel(model, model_kwargs, rows, recorder, forward, keeps_past(cache))
         self._windows = attention_windows(model, cache)
-        self._emit_first(outputs.logits[:, -1:], prompt)
-        batch.first.keep_prefill(outputs)
+        return outputs
 
-    def _emit_first(self, logits: Tensor, prompt: Tensor) -> None:
-        """Emits one token per row from `logits (batch, 1, vocab)`."""
+    def _emit_first(self, outputs: ModelOutput) -> None:
+        """Emits one token per row from the prefill's outputs."""
+        prompt, logits = self._batch.token_ids(), outputs.logits[:, -1:]
         last = prompt[:, -1].tolist() if prompt.shape[1] else [0] * len(prompt)
         trees, paths = [DraftTree.root_only(token) for token in last], [[0] for _ in last]
         self._walk(trees, logits, self._choose_on_device(trees, logits), paths)
+        self._batch.first.keep_prefill(outputs)
         self._generator.observe(VerifiedRound(trees, logits, paths))
 
     def _propose(self) -> Round:
