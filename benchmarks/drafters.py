@@ -29,8 +29,9 @@ from transformers import PreTrainedModel
 
 import hf_ddtree
 from hf_ddtree.benchmark import describe_machine
-from hf_ddtree.candidate_generators.prompt_lookup import NgramIndex
+from hf_ddtree.candidate_generators.prompt_lookup import MATCH_LENGTHS
 from hf_ddtree.demo import demo_prompts
+from hf_ddtree.draft_memory.ngram_index import NgramIndex
 
 # Noise in the copy of the target that stands for a small causal language model, in standard deviations of a weight.
 NOISE = 0.1
@@ -63,7 +64,7 @@ def index_milliseconds(length: int = 8192) -> float:
     seconds = []
     for _ in range(10):
         start = time.perf_counter()
-        NgramIndex().extend(tokens)
+        NgramIndex(MATCH_LENGTHS).extend(tokens)
         seconds.append(time.perf_counter() - start)
     return round(min(seconds) * 1e3, 2)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .check_report import CheckReport, check
     from .configuration import DDTreeConfig
     from .demo import load_demo
+    from .draft_memory import DraftMemory
     from .drafter_kinds import load_drafter
     from .drafters.calibration import Calibration
     from .output import DDTreeOutput, DDTreeStats
@@ -37,6 +38,7 @@ _HOMES = {
     "DDTreeStats": "output",
     "DFlashTreeCandidateGenerator": "candidate_generators",
     "DraftContext": "candidate_generators",
+    "DraftMemory": "draft_memory",
     "DraftTree": "tree.draft_tree",
     "MTPTreeCandidateGenerator": "candidate_generators",
     "TreeCandidateGenerator": "candidate_generators",
@@ -59,6 +61,7 @@ __all__ = [
     "DDTreeStats",
     "DFlashTreeCandidateGenerator",
     "DraftContext",
+    "DraftMemory",
     "DraftTree",
     "MTPTreeCandidateGenerator",
     "TreeCandidateGenerator",

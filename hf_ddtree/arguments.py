@@ -24,7 +24,7 @@ from .validation import require_positive_int
 STRATEGIES: dict[str, dict[str, Any]] = {"ddtree": {}, "dflash": {"tree_shape": "chain"}}
 
 # Arguments of `ddtree` besides the knobs that Transformers does not know.
-OWN_ARGUMENTS = ("candidate_generator", "draft_state")
+OWN_ARGUMENTS = ("candidate_generator", "draft_state", "draft_memory")
 
 # Modes of Transformers that decode one sequence a row, token by token.
 GENERATION_MODES = ("greedy_search", "sample")
@@ -131,7 +131,7 @@ class GenerateArguments:
         knobs = {name: value for name in names if (value := self.configured(name)) is not None}
         knobs |= {name: self.named[name] for name in names if name in self.named}
         knobs |= self._translate_lookup(knobs)
-        self.check(tree_lookup=knobs.get("tree_lookup") is True)
+        self.check(tree_lookup=bool(knobs.get("tree_lookup")))
         for name, fixed in STRATEGIES[strategy].items():
             if knobs.get(name, fixed) != fixed:
                 raise ValueError(
@@ -224,7 +224,7 @@ class GenerateArguments:
                 f"`prompt_lookup_num_tokens` is {num_tokens!r} and a drafter is given as well. Leave one of them out, "
                 "or set `tree_lookup=True` in place of the former: then both draft."
             )
-        translated = {"tree_lookup": True, "draft_length": num_tokens}
+        translated = {"tree_lookup": knobs.get("tree_lookup") or True, "draft_length": num_tokens}
         for name, meant in translated.items():
             if knobs.get(name, meant) != meant:
                 raise ValueError(

@@ -12,6 +12,8 @@ from .tree.shape import MOST_NODES, TreeShape, require_tree_shape
 from .validation import describe_type, require_positive_int
 
 TreeProbabilities = Literal["conditional", "marginal"]
+TreeLookup = Literal["text", "target"]
+TREE_LOOKUPS: tuple[str, ...] = get_args(TreeLookup)
 TREE_PROBABILITIES: tuple[str, ...] = get_args(TreeProbabilities)
 
 
@@ -30,8 +32,8 @@ class DDTreeConfig:
             knows it, as DFlash 2 does; `"marginal"` never does.
         tree_top_k: Most candidate tokens considered at each depth. By default as many as can matter under the budget.
         draft_length: Depth of the deepest node. By default the drafter's horizon.
-        tree_lookup: Whether to draft what followed earlier occurrences of the last tokens in the prompt and the output
-            (prompt lookup): in addition to the drafter, or alone if there is none.
+        tree_lookup: Whether to draft from what the text repeats and from what the target said before: in addition to
+            the drafter, or alone if there is none. `"text"` and `"target"` draft from one of the two alone.
         max_matching_ngram_size: Most of the last tokens that a lookup matches. By default as many as match.
         calibrate: Whether a drafter that gives one distribution per depth learns while decoding how often its
             candidates are accepted, so that trees are built from calibrated probabilities. The same call then builds
@@ -47,7 +49,7 @@ class DDTreeConfig:
     tree_probabilities: TreeProbabilities = "conditional"
     tree_top_k: int | None = None
     draft_length: int | None = None
-    tree_lookup: bool = False
+    tree_lookup: bool | TreeLookup = False
     max_matching_ngram_size: int | None = None
     calibrate: bool = True
     return_trees: bool = False
@@ -62,7 +64,10 @@ class DDTreeConfig:
         for name in ("tree_top_k", "draft_length", "max_matching_ngram_size"):
             if getattr(self, name) is not None:
                 require_positive_int(name, getattr(self, name), or_none=True)
-        for name in ("tree_lookup", "calibrate", "return_trees"):
+        if not isinstance(self.tree_lookup, bool) and self.tree_lookup not in TREE_LOOKUPS:
+            allowed = ", ".join(map(repr, TREE_LOOKUPS))
+            raise ValueError(f"`tree_lookup` must be True, False or one of {allowed}, but is {self.tree_lookup!r}.")
+        for name in ("calibrate", "return_trees"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False, but is {getattr(self, name)!r}.")
 

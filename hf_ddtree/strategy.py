@@ -24,6 +24,7 @@ from .decoding.choosing import PER_TOKEN_PROCESSORS, Chooser
 from .decoding.distributed import Processes
 from .decoding.loop import TreeDecoder
 from .decoding.sequences import LockstepRows
+from .draft_memory import DraftMemory
 from .drafter_kinds import drafter_kind, make_candidate_generator
 from .interop.generation import is_callers_cache, longest_static_cache, prompt_length
 from .interop.versions import CACHE_KEY, cache_of
@@ -62,6 +63,7 @@ class DDTreeDecoding:
     assistant_model: PreTrainedModel | None = None
     candidate_generator: TreeCandidateGenerator | None = None
     draft_state: Any = None
+    draft_memory: DraftMemory | None = None
     streamer: BaseStreamer | None = None
     synced_gpus: bool | None = None
 
@@ -79,7 +81,7 @@ class DDTreeDecoding:
         **model_kwargs: Any,
     ) -> DDTreeOutput | Tensor:
         """Decodes from the inputs that `generate()` prepared."""
-        GenerateArguments.prepared(model, generation_config).check(self.config.tree_lookup)
+        GenerateArguments.prepared(model, generation_config).check(bool(self.config.tree_lookup))
         check_mode(generation_config, logits_processor)
         check_processes(model, generation_config, self.synced_gpus)
         check_target(model)
@@ -119,7 +121,7 @@ class DDTreeDecoding:
         if not self.config.tree_lookup:
             assert generator is not None
             return generator
-        lookup = PromptLookupTreeCandidateGenerator(model, self.config)
+        lookup = PromptLookupTreeCandidateGenerator(model, self.config, self.draft_memory)
         return lookup if generator is None else CombinedTreeCandidateGenerator(generator, lookup, self.config)
 
 
@@ -128,6 +130,7 @@ def ddtree(
     *,
     candidate_generator: TreeCandidateGenerator | None = None,
     draft_state: Any = None,
+    draft_memory: DraftMemory | None = None,
     streamer: BaseStreamer | None = None,
     synced_gpus: bool | None = None,
     **knobs: Any,
@@ -139,6 +142,8 @@ def ddtree(
         candidate_generator: Proposes the trees, instead of a drafter.
         draft_state: The `draft_state` of an earlier output, passed on together with its cache: the drafter's state.
             Without it, or if it belongs to other sequences than the cache, drafting starts cold.
+        draft_memory: What `tree_lookup` keeps from one call to the next. Hand it only to calls whose users may learn
+            from the time of a call what others have written.
         streamer: Gets the emitted tokens. Transformers does not pass its `streamer` argument on to custom decoding
             methods, so give it here as well.
         synced_gpus: Whether all processes must run their forwards together. Transformers does not pass this argument
@@ -171,10 +176,20 @@ def ddtree(
             "`candidate_generator` must be an instance of `hf_ddtree.TreeCandidateGenerator`, but is "
             f"{describe_type(candidate_generator)}."
         )
+    if draft_memory is not None and not isinstance(draft_memory, DraftMemory):
+        raise TypeError(
+            f"`draft_memory` must be an instance of `hf_ddtree.DraftMemory`, but is {describe_type(draft_memory)}."
+        )
+    if draft_memory is not None and not config.tree_lookup:
+        raise ValueError(
+            "`draft_memory` is given, but nothing is drafted from it. Set `tree_lookup=True`, or leave it out."
+        )
     if assistant_model is not None:
         assistant_model = unwrapped(assistant_model, "assistant_model")
         drafter_kind(assistant_model)
-    return DDTreeDecoding(config, assistant_model, candidate_generator, draft_state, streamer, synced_gpus)
+    return DDTreeDecoding(
+        config, assistant_model, candidate_generator, draft_state, draft_memory, streamer, synced_gpus
+    )
 
 
 def prepare_cache(

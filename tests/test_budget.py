@@ -188,6 +188,27 @@ def test_times_of_a_clock_that_was_set_are_left_out(tmp_path: Path, seconds: flo
     assert AutoBudget.load(tmp_path / "budget.json").nodes_to_draft(300, 1) > 0
 
 
+def test_a_drafter_that_learns_is_never_given_up() -> None:
+    """Useless for 300 rounds, then good: nearly at once it gives what it gave from the beginning."""
+    seconds = MACHINES["slow for each node"].seconds
+    useless, useful = (Machine(seconds, 0.01, 0.7, accuracy) for accuracy in (0.0, 1.0))
+    policy = AutoBudget(drafter_learns=True)
+    assert run(policy, useless) > 0.9 * run(Plain(), useless)
+    best = max(run(FixedBudget(size), useful, rounds=150) for size in (4, 8, 16, 32))
+    assert run(policy, useful, rounds=150) > 0.93 * best
+
+
+def test_a_drafter_that_promises_too_little_is_believed_more_than_it_says() -> None:
+    """With the tokens of greedy decoding more comes of a draft than a target's own probabilities say."""
+    seconds = MACHINES["slow for each node"].seconds
+    trusts = []
+    for accuracy in (1.0, 1.6):
+        policy = AutoBudget(drafter_learns=True)
+        run(policy, Machine(seconds, 0.01, 0.4, accuracy))
+        trusts.append(policy.trust[0])
+    assert trusts[0] < 1.1 < trusts[1]
+
+
 def test_it_comes_back_when_the_text_changes() -> None:
     policy = AutoBudget()
     useless, useful = MACHINES["a drafter that is never right"], MACHINES["as fast for 64 nodes"]

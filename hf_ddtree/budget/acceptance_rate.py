@@ -85,7 +85,9 @@ class DraftedNodes:
 
         With an acceptance rate the probabilities are corrected by it.
         """
-        weights = self.probabilities if rate is None else self.probabilities * rate.by_depth()[self.depths]
+        weights = self.probabilities
+        if rate is not None:
+            weights = np.minimum(weights * rate.by_depth()[self.depths], 1.0)
         of_rank = np.concatenate(([0.0], np.bincount(self.rank, weights).cumsum()))
         return of_rank[np.minimum(sizes, len(of_rank) - 1)]
 

@@ -70,19 +70,23 @@ def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
 class AutoBudget(BudgetPolicy):
     """Learns while decoding which number of nodes gives most tokens per second, standard decoding included.
 
-    Where drafting does not pay it disables it and re-probes with exponential backoff. What is learned depends on the
-    target, the drafter and the machine. One instance may serve many calls with the same, and can be saved.
+    Where drafting does not pay it disables it and re-probes with exponential backoff. A drafter that learns while
+    decoding is asked in each round, and its probabilities are corrected by what came of them lately. What is learned
+    depends on the target, the drafter and the machine. One instance may serve many calls with the same, and can be
+    saved.
 
     Args:
         most_nodes: Drafted nodes of the largest tree to consider.
+        drafter_learns: Whether drafts get better in the course of a call, and cost little.
 
     Raises:
         ValueError: If `most_nodes` is no integer of at least 1.
     """
 
-    def __init__(self, most_nodes: int = 64) -> None:
+    def __init__(self, most_nodes: int = 64, drafter_learns: bool = False) -> None:
         require_positive_int("most_nodes", most_nodes)
         self.most_nodes = most_nodes
+        self._drafter_learns = drafter_learns
         self._lock = threading.Lock()
         self._times = ForwardTimes()
         self._draft_times: dict[int, deque[float]] = {}
@@ -157,7 +161,7 @@ class AutoBudget(BudgetPolicy):
                 # The first draft after a prompt or a pause processes all tokens since the last; the median drops it.
                 self._draft_times.setdefault(cost.num_rows, deque(maxlen=SAMPLES)).append(cost.draft_seconds)
             self._trust.learn(cost.accepted)
-        if self._round is not None:
+        if self._round is not None and not self._drafter_learns:
             self._decide(self._round, sum(cost.accepted))
 
     def _decide(self, drafted: _DraftedRound, num_accepted: int) -> None:
@@ -252,4 +256,4 @@ def policy_for(
     kind = type(generator)
     of_model = _learned.setdefault(model, WeakKeyDictionary())
     of_drafter = of_model.setdefault(kind if assistant_model is None else assistant_model, {})
-    return of_drafter.setdefault(kind, AutoBudget())
+    return of_drafter.setdefault(kind, AutoBudget(drafter_learns=getattr(generator, "learns", False)))

@@ -31,12 +31,14 @@ class TreeCandidateGenerator(CandidateGenerator):
         build_seconds: Time spent on turning distributions into trees since the last `start`.
         num_forwards: Forwards of the drafter since the last `start`.
         state: What it knows of the sequences, for a later call that goes on with them; None if nothing.
+        learns: Whether its drafts get better in the course of a call and cost little, so that `"auto"` must not pause.
         end_tokens: Where `get_candidates` ends a chain: the target's end-of-sequence tokens.
     """
 
     feature_layers: tuple[int, ...] = ()
     state: Any = None
     end_tokens: frozenset[int] = frozenset()
+    learns: ClassVar[bool] = False
     build_seconds: float = 0.0
     num_forwards: int = 0
     default_budget: ClassVar[int] = 16

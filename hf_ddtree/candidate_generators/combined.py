@@ -60,3 +60,4 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
 
     def finish(self, context: DraftContext) -> None:
         self._drafter.finish(context)
+        self._lookup.finish(context)
