@@ -25,6 +25,21 @@ FEWEST_KEYS_IN_PARTS = {"cuda": 0, "cpu": 8192}
 
 def tree_form(original: Callable[..., Any]) -> Callable[..., Any]:
     """A function in front of an attention function; `is_tree_form` tells it from others."""
+    takes_masks = attention_functions.takes_masks(original)
+    heeds_softcap = attention_functions.knows_softcap(original)
+    heeds_sinks = attention_functions.knows_sinks(original)
+
+    def stands_in(query: Tensor, key: Tensor, attention_mask: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether tree attention gives what the original gives for these arguments."""
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape[1:] != (1, query.shape[2], key.shape[2]):
+            return False
+        if kwargs.get("dropout") or kwargs.get("position_bias") is not None:
+            return False
+        if kwargs.get("softcap") is not None and not heeds_softcap:
+            return False
+        if takes_masks and heeds_sinks:  # those of its module, which this must be
+            return kwargs.get("s_aux") is not None
+        return kwargs.get("s_aux") is None or heeds_sinks
 
     @functools.wraps(original)
     def dispatcher(
@@ -33,8 +48,8 @@ def tree_form(original: Callable[..., Any]) -> Callable[..., Any]:
         tree_pass = current_pass()
         if tree_pass is None:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
-        if args or tree_pass.wants_weights or not _stands_in(original, query, key, attention_mask, kwargs):
-            if not attention_functions.takes_masks(original):
+        if args or tree_pass.wants_weights or not stands_in(query, key, attention_mask, kwargs):
+            if not takes_masks:
                 raise RuntimeError(
                     f"{type(module).__name__} calls its attention with arguments that tree attention does not know, "
                     f"and attn_implementation={attention_implementation(module.config)!r} cannot mask a tree. Load "
@@ -42,7 +57,7 @@ def tree_form(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         tree_pass.num_attended += 1
-        if not attention_functions.takes_masks(original):
+        if not takes_masks:
             dtype = attention_functions.dtype_in_flash_attention(query, module)
             query, key, value = (states.to(dtype) for states in (query, key, value))
         scaling, softcap, sinks = (kwargs.get(name) for name in ("scaling", "softcap", "s_aux"))
@@ -63,18 +78,3 @@ def is_tree_form(function: Callable[..., Any] | None) -> bool:
 def _goes_in_parts(query: Tensor, key: Tensor, value: Tensor) -> bool:
     fewest = FEWEST_KEYS_IN_PARTS.get(query.device.type)
     return fewest is not None and key.shape[2] >= fewest and open_kernel(query, key, value) is not None
-
-
-def _stands_in(
-    original: Callable[..., Any], query: Tensor, key: Tensor, attention_mask: Any, kwargs: dict[str, Any]
-) -> bool:
-    """Whether tree attention gives what the original gives for these arguments."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.shape[1:] != (1, query.shape[2], key.shape[2]):
-        return False
-    if kwargs.get("dropout") or kwargs.get("position_bias") is not None:
-        return False
-    if kwargs.get("softcap") is not None and not attention_functions.knows_softcap(original):
-        return False
-    if attention_functions.takes_masks(original) and attention_functions.knows_sinks(original):
-        return kwargs.get("s_aux") is not None
-    return kwargs.get("s_aux") is None or attention_functions.knows_sinks(original)
