@@ -12,7 +12,7 @@ from helpers.random_trees import SHAPES, random_path, random_tree
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from hf_ddtree.attention import kimi_delta
+from hf_ddtree.attention import kimi_delta, path_state
 from hf_ddtree.attention.causal_conv import ancestor_windows, tree_causal_conv
 from hf_ddtree.attention.gated_delta_rule import tree_gated_delta_rule
 from hf_ddtree.attention.kimi_delta import tree_kimi_delta
@@ -31,9 +31,14 @@ CPU = torch.device("cpu")
 def state_after_path(
     initial_state: Tensor, factors: PathFactors, path: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
-    """The state after a path, of two layers that are alike."""
+    """The state after a path, of two layers that are alike, committed at once and one after the other."""
     states = [initial_state.clone(), 2 * initial_state]
     advance_states(states, [factors, factors], path, lengths)
+    apart = [initial_state.clone(), 2 * initial_state]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(path_state, "MOST_STACKED", 1)
+        advance_states(apart, [factors, factors], path, lengths)
+    assert all(map(torch.equal, states, apart))
     return states[0]
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 LOWEST_LOG_DECAY = -104.0
 # What has decayed to less counts as gone. Products with it would be denormal numbers, which take ten times as long.
 LEAST_DECAY = 1e-30
+# Most numbers of a factor, for all nodes and several layers, that are held twice while a path is taken; 64 MB.
+MOST_STACKED = 2**24
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,17 @@ def advance_states(
         lengths: `(batch,)` int64, how many nodes each path has; an empty one leaves the state as it is. None if all
             have `length`.
     """
+    per_layer = max(factors[0].left.numel(), factors[0].right.numel())
+    at_once = max(1, MOST_STACKED // per_layer)
+    for first in range(0, len(states), at_once):
+        some = slice(first, first + at_once)
+        _advance_at_once(states[some], factors[some], path, lengths)
+
+
+def _advance_at_once(
+    states: Sequence[Tensor], factors: Sequence[PathFactors], path: Tensor, lengths: Tensor | None
+) -> None:
+    """`advance_states` with the factors of all layers in one tensor."""
     # Backwards, so that the sum of all decays so far is the decay of what lies behind.
     backwards = path.flip(1)
     log_decay, left, right = (
