@@ -58,7 +58,8 @@ class TestComparison:
     """What is no near tie is told from one."""
 
     @pytest.fixture(scope="class")
-    def plain(self):
+    @classmethod
+    def plain(cls):
         arguments = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
         return make_model("llama", "sdpa").generate(make_prompt(), **arguments)
 

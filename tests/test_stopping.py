@@ -104,6 +104,7 @@ def test_max_length(model, length):
     check_end(model, lambda: {"max_new_tokens": None, "max_length": PROMPT_LENGTH + length}, length)
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
 def test_default_length(model):
     plain = model.generate(make_prompt(), do_sample=False)
     tree = model.generate(
@@ -225,6 +226,7 @@ def test_stop_strings_without_tokenizer(model):
     with pytest.raises(ValueError, match="tokenizer"):
         model.generate(
             make_prompt(),
+            max_new_tokens=4,
             stop_strings="a5",
             generation_strategy="ddtree",
             candidate_generator=make_oracle(make_prompt()),
