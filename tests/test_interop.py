@@ -72,12 +72,12 @@ def private_names(path: Path) -> Iterator[tuple[int, str]]:
             if ast.unparse(node.value) in ("self", "cls", "super()"):
                 if node.attr not in ALL_OWN | OF_SUBCLASSES:
                     yield node.lineno, node.attr
-            elif node.attr not in ALL_OWN or any(hasattr(owner, node.attr) for owner in TRANSFORMERS):
+            elif is_foreign(node.attr):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.Call):
             texts = [part.value for part in node.args if isinstance(part, ast.Constant)]
             if ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr", "vars", "attrgetter"):
-                yield from ((node.lineno, text) for text in texts if PRIVATE.fullmatch(str(text)))
+                yield from ((node.lineno, text) for text in texts if is_foreign(str(text)))
             yield from ((node.lineno, word.arg) for word in node.keywords if PRIVATE.fullmatch(word.arg or ""))
         elif isinstance(node, ast.Dict):
             keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
@@ -86,6 +86,12 @@ def private_names(path: Path) -> Iterator[tuple[int, str]]:
             if not PUBLIC_MODULES.fullmatch(node.module or ""):
                 yield node.lineno, str(node.module)
             yield from ((node.lineno, alias.name) for alias in node.names if PRIVATE.fullmatch(alias.name))
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a private name is none of this package's, or one that Transformers has as well."""
+    is_own = name in ALL_OWN and not any(hasattr(owner, name) for owner in TRANSFORMERS)
+    return PRIVATE.fullmatch(name) is not None and not is_own
 
 
 def _defined(tree: ast.Module) -> set[str]:
