@@ -289,6 +289,28 @@ def tree_operator(results: Any) -> Iterator[str]:
     )
 
 
+def long_context(results: Any) -> Iterator[str]:
+    """Cost of a tree's forward from short to long contexts."""
+    yield from source(results["about"])
+    columns = "model", "context", "nodes", "token, ms", "tree, ms", "quartiles", "Transformers' attention, ms"
+    yield from rows(
+        (*columns, "faster", "tree in tokens"),
+        (
+            (
+                run["model"],
+                run["context"],
+                run["nodes"],
+                median(run["token_ms"]),
+                *(form(run["tree_ms"]) for form in (median, spread)),
+                median(run["original_ms"]) if "original_ms" in run else "",
+                f"{run['faster']:.1f}x" if run["faster"] else "",
+                f"{run['tokens']:.2f}",
+            )
+            for run in results["runs"]
+        ),
+    )
+
+
 def quantized(results: Any) -> Iterator[str]:
     """How far a target in few bits, or in half precision, is from itself, and how often outputs part."""
     about = results["about"]
@@ -435,6 +457,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         context,
         compiled,
         tree_operator,
+        long_context,
         quantized,
         assisted,
         tree_building,

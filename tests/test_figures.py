@@ -40,6 +40,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             auto_budget(prompts=1, tokens=6, workloads=[workload], output=folder / "auto_budget.json")
         script("context").main(prompts=1, tokens=6, longest=1024, output=folder / "context.json")
         script("tree_operator").main(repeats=1, output=folder / "tree_operator.json")
+        patch.setattr(script("long_context"), "CONTEXTS", (64,))
+        patch.setattr(script("long_context"), "BUDGETS", (1, 6))
+        patch.setattr(script("long_context"), "SIZES", script("long_context").SIZES | {"hidden_size": 64})
+        script("long_context").main(repeats=1, output=folder / "long_context.json")
         script("tree_building").main(repeats=1, output=folder / "tree_building.json")
         script("assisted").main(prompts=1, tokens=16, accuracy=0.5, small=True, output=folder / "assisted.json")
     return folder
@@ -50,7 +54,7 @@ def load(results: Path, name: str) -> Any:
 
 
 def test_every_run_is_kept_with_what_it_was(results: Path) -> None:
-    for name in ("auto_budget", "context", "tree_operator", "tree_building", "assisted"):
+    for name in ("auto_budget", "context", "tree_operator", "long_context", "tree_building", "assisted"):
         about = load(results, name)["about"]
         assert about["command"] == "python benchmarks/some.py --prompts 1"
         assert set(about["machine"]) >= {"device", "threads", "python", "torch", "transformers"}
