@@ -9,6 +9,7 @@ takes to learn from a round and to correct the next one's probabilities.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,7 +67,7 @@ def marginal(timer: Timer, generator: torch.Generator) -> Iterator[dict[str, Any
             logits = scale * torch.randn(depth, VOCABULARY, generator=generator)
             candidates = top_candidates(logits, top_k)
             for shape in ("best_first", "spine_first"):
-                arguments = (*candidates, 0, nodes, shape, None, False)
+                arguments = (*candidates, 0, nodes, shape)
                 yield figures(timer, arguments, f"marginal, {shape}", nodes, depth, top_k, scale) | {
                     "candidates": timer(top_candidates, logits, top_k)
                 }
@@ -83,7 +84,7 @@ def calibrated(timer: Timer, generator: torch.Generator) -> Iterator[dict[str, A
                 return calibration.calibrate(log_probs, token_ids)  # noqa: B023
 
             probs, tokens, next_state = round_of()
-            arguments = (probs, tokens, 0, nodes, "best_first", None, False, next_state)
+            arguments = (probs, tokens, 0, nodes, "best_first", next_state)
             yield figures(timer, arguments, "calibrated", nodes, depth, top_k, scale) | {
                 "calibration": timer(round_of)
             }
@@ -95,7 +96,7 @@ def conditional(timer: Timer, generator: torch.Generator) -> Iterator[dict[str, 
             best = best_tokens(scale * torch.randn(depth, VOCABULARY, generator=generator), top_k)
             scores = torch.randn(depth, top_k, top_k, generator=generator)
             probs, tokens, next_state = conditional_candidates(*best, scores)
-            arguments = (probs, tokens, 0, nodes, "best_first", None, False, next_state)
+            arguments = (probs, tokens, 0, nodes, "best_first", next_state)
             yield figures(timer, arguments, "conditional", nodes, depth, top_k, scale) | {
                 "candidates": timer(conditional_candidates, *best, scores)
             }
@@ -104,10 +105,13 @@ def conditional(timer: Timer, generator: torch.Generator) -> Iterator[dict[str, 
 def figures(
     timer: Timer, arguments: tuple[Any, ...], what: str, nodes: int, depth: int, top_k: int, scale: float
 ) -> dict[str, Any]:
-    tree = build_tree(*arguments)
+    *of_marginals, last = arguments
+    states = {"next_state": last} if isinstance(last, torch.Tensor) else {}
+    build = functools.partial(build_tree, *(of_marginals if states else arguments), **states)
+    tree = build()
     about = {"what": what, "nodes": nodes, "depth": depth, "top_k": top_k, "scale": scale}
     about["deepest"] = int(tree.depths.max())
-    return about | {"build": timer(build_tree, *arguments), "mask": timer(ancestor_mask_of, tree)}
+    return about | {"build": timer(build), "mask": timer(ancestor_mask_of, tree)}
 
 
 def main(

@@ -311,6 +311,25 @@ def long_context(results: Any) -> Iterator[str]:
     )
 
 
+def reference(results: Any) -> Iterator[str]:
+    """Time of whole calls next to loops that do nothing else."""
+    about = results["about"]
+    *lines, _ = source(about)
+    yield from (*lines, f"{about['prompts']} prompts, {about['tokens']} tokens each.", "")
+    yield from rows(
+        ("method", "ms per call", "quartiles", "against its reference", "quartiles"),
+        (
+            (
+                name,
+                *(form(entry["ms"]) for form in (median, spread)),
+                f"{entry['ratio'][1]:.2f}",
+                spread(entry["ratio"]),
+            )
+            for name, entry in results["summary"].items()
+        ),
+    )
+
+
 def quantized(results: Any) -> Iterator[str]:
     """How far a target in few bits, or in half precision, is from itself, and how often outputs part."""
     about = results["about"]
@@ -458,6 +477,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         compiled,
         tree_operator,
         long_context,
+        reference,
         quantized,
         assisted,
         tree_building,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import shutil
 import sys
@@ -40,6 +41,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             auto_budget(prompts=1, tokens=6, workloads=[workload], output=folder / "auto_budget.json")
         script("context").main(prompts=1, tokens=6, longest=1024, output=folder / "context.json")
         script("tree_operator").main(repeats=1, output=folder / "tree_operator.json")
+        if importlib.util.find_spec("dflash") is not None:
+            script("reference").main(prompts=1, tokens=24, output=folder / "reference.json")
         patch.setattr(script("long_context"), "CONTEXTS", (64,))
         patch.setattr(script("long_context"), "BUDGETS", (1, 6))
         patch.setattr(script("long_context"), "SIZES", script("long_context").SIZES | {"hidden_size": 64})
