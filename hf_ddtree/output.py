@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -22,9 +23,15 @@ class DDTreeStats:
     Attributes:
         target_forwards: Forwards of the target, the prefill included.
         draft_forwards: Forwards of the drafter.
+        rounds: Rounds of decoding after the prefill.
+        disabled_after: Rounds after which the budget policy disabled drafting, 0 if an earlier call of the same model
+            and drafter did; None if drafting was never disabled.
+        rounds_disabled: Rounds without a draft because drafting was disabled.
         accepted_lengths: Tokens emitted by each round, one entry per unfinished row. The prefill's token is not
             counted.
         tree_sizes: Drafted nodes of each round's trees, the root excluded, one entry per unfinished row.
+        drafted_by_depth: Trees that have a node of depth 1, 2, and so on.
+        accepted_by_depth: Trees whose accepted path has one.
         stage_seconds: Time in each stage, summed over all rounds: draft, build, verify, accept, commit. On a GPU the
             host's time: work that is still queued counts where the host waits for it.
         trees: The trees of each round, one per row, if `return_trees` asked for them.
@@ -33,8 +40,13 @@ class DDTreeStats:
 
     target_forwards: int = 0
     draft_forwards: int = 0
+    rounds: int = 0
+    disabled_after: int | None = None
+    rounds_disabled: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     trees: list[list[DraftTree]] | None = None
     accepted_paths: list[list[list[int]]] | None = None
@@ -44,16 +56,36 @@ class DDTreeStats:
         """Mean number of tokens that a row emits per verifying forward of the target."""
         return sum(self.accepted_lengths) / max(1, len(self.accepted_lengths))
 
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of the trees with a node of depth 1, 2, and so on whose accepted path has one."""
+        return [accepted / drafted for accepted, drafted in zip(self.accepted_by_depth, self.drafted_by_depth)]
+
     def count(self, trees: list[DraftTree], paths: list[list[int]]) -> None:
         """Counts a round: its trees and the accepted paths, one per row, empty for a finished row."""
         self.target_forwards += 1
+        self.rounds += 1
         for tree, path in zip(trees, paths):
             if path:
                 self.accepted_lengths.append(len(path))
                 self.tree_sizes.append(tree.num_drafted)
+                self._count_depths(int(tree.depths.max()), len(path) - 1)
         if self.trees is not None and self.accepted_paths is not None:
             self.trees.append(trees)
             self.accepted_paths.append(paths)
+
+    def count_disabled(self) -> None:
+        """Counts the round that begins as one without a draft, because drafting is disabled."""
+        if self.disabled_after is None:
+            self.disabled_after = self.rounds
+        self.rounds_disabled += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, `tokens_per_forward` and `acceptance_by_depth` included, in types that JSON knows."""
+        trees: Any = self.trees and [[_tree_to_dict(tree) for tree in of_round] for of_round in self.trees]
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)} | {"trees": trees}
+        values |= {"tokens_per_forward": self.tokens_per_forward, "acceptance_by_depth": self.acceptance_by_depth}
+        return copy.deepcopy(values)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -63,6 +95,22 @@ class DDTreeStats:
             yield
         finally:
             self.stage_seconds[name] += time.perf_counter() - start
+
+    def _count_depths(self, drafted: int, accepted: int) -> None:
+        missing = [0] * (drafted - len(self.drafted_by_depth))
+        self.drafted_by_depth += missing
+        self.accepted_by_depth += missing
+        for depth in range(drafted):
+            self.drafted_by_depth[depth] += 1
+            self.accepted_by_depth[depth] += depth < accepted
+
+
+def _tree_to_dict(tree: DraftTree) -> dict[str, list[Any]]:
+    return {
+        "token_ids": tree.token_ids.tolist(),
+        "parents": tree.parents.tolist(),
+        "log_probs": tree.log_probs.tolist(),
+    }
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -495,12 +496,74 @@ def test_the_policy_of_the_docs() -> None:
 
 @pytest.mark.auto_budget
 def test_a_policy_in_a_generation_config(tmp_path: Path) -> None:
-    config = GenerationConfig(generation_strategy="ddtree", tree_budget=AutoBudget())
-    with pytest.raises(TypeError, match='Set a number or "auto" there, pass the policy .* `policy.save'):
-        config.save_pretrained(tmp_path)
-    model, generator = make_model("llama", "sdpa"), make_oracle(make_prompt())
-    with pytest.raises(TypeError, match='Set a number or "auto" there'):
-        model.generate(make_prompt(), generation_config=config, candidate_generator=generator)
+    """It can be printed and saved, as "auto", and all copies of the config learn with the original."""
+    policy = AutoBudget()
+    config = GenerationConfig(
+        generation_strategy="ddtree", tree_budget=policy, max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    assert json.loads(repr(config).removeprefix("GenerationConfig "))["tree_budget"] == "auto"
+    config.save_pretrained(tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).tree_budget == "auto"
+    assert copy.deepcopy(config).tree_budget is policy
+    model = make_model("llama", "sdpa")
+    expected = model.generate(make_prompt(), max_new_tokens=8, do_sample=False)
+    output = model.generate(make_prompt(), generation_config=config, candidate_generator=make_oracle(expected))
+    assert output.tolist() == expected.tolist()
+    assert repr(policy) != repr(AutoBudget())  # it has timed forwards
+    with pytest.raises(TypeError, match="cannot be pickled. Keep what it learned with `policy.save"):
+        pickle.dumps(policy)
+
+
+def test_a_policy_of_one_s_own_in_a_generation_config_can_be_printed() -> None:
+    class Four(BudgetPolicy):
+        def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
+            return 4
+
+    assert "Four object" in repr(GenerationConfig(tree_budget=Four()))
+
+
+class Wide(hf_ddtree.TreeCandidateGenerator):
+    """Proposes sixty children of the root, the right token the least probable, whatever it is asked for."""
+
+    def __init__(self, expected: torch.Tensor) -> None:
+        super().__init__()
+        self.expected = expected[0].tolist()
+
+    def propose(self, context: hf_ddtree.DraftContext, budget: int) -> list[DraftTree]:
+        place = context.input_ids.shape[1]
+        right = self.expected[place] if place < len(self.expected) else 0
+        others = [token for token in range(VOCAB_SIZE) if token != right][:59]
+        tokens = [self.expected[place - 1], *others, right]
+        log_probs = np.log(np.array([1.0, *[1 / 61 - 1e-4 * rank / 61 for rank in range(60)]]))
+        return [DraftTree.from_parents(tokens, [-1] + [0] * 60, torch.tensor(log_probs, dtype=torch.float32))]
+
+
+class Three(BudgetPolicy):
+    def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(("tree_budget", "most"), [(4, 4), (1, 1), (60, 60), ("auto", 15), (Three(), 3)])
+def test_no_more_nodes_are_verified_than_the_budget_says(tree_budget: Any, most: int) -> None:
+    """Whatever a generator proposes: the most probable ones are kept."""
+    model = make_model("llama", "sdpa")
+    expected = model.generate(make_prompt(), max_new_tokens=12, do_sample=False)
+    stats = model.generate(
+        make_prompt(),
+        max_new_tokens=12,
+        do_sample=False,
+        generation_strategy="ddtree",
+        candidate_generator=Wide(expected),
+        tree_budget=tree_budget,
+        return_trees=True,
+        return_dict_in_generate=True,
+    )
+    assert stats.sequences.tolist() == expected.tolist()
+    sizes = stats.ddtree_stats.tree_sizes
+    assert max(sizes) <= most and (tree_budget == "auto" or min(sizes[:-1]) == most)
+    if tree_budget in (4, 1):
+        for (tree,) in stats.ddtree_stats.trees[:-1]:
+            assert max(tree.token_ids[1:].tolist()) <= most  # the first that are not the right one
 
 
 def test_a_class_in_place_of_a_policy() -> None:

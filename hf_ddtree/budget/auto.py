@@ -28,6 +28,7 @@ from typing import Any, Literal, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from transformers.utils import logging
 
 from ..tree.draft_tree import DraftTree
 from ..validation import require_positive_int
@@ -40,6 +41,8 @@ from .forward_times import (
     ForwardTimes,
 )
 from .policy import BudgetPolicy, FixedBudget, RoundCost
+
+logger = logging.get_logger(__name__)
 
 # Rounds of drafting after which a neighbouring size is timed again, and standard decoding.
 ROUNDS_PER_NEIGHBOUR, ROUNDS_PER_STANDARD = 16, 64
@@ -100,12 +103,27 @@ class AutoBudget(BudgetPolicy):
         self._round: _DraftedRound | None = None
         self._num_rows = 1
 
+    def __copy__(self) -> AutoBudget:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoBudget:
+        """The policy itself: a copy of a `GenerationConfig` goes on learning with the original."""
+        return self
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            "An `AutoBudget` keeps learning and cannot be copied or pickled, so it cannot stand in a "
-            '`GenerationConfig`, which `generate()` copies and which is saved. Set a number or "auto" there, pass the '
-            "policy to each call as `tree_budget`, and keep what it learned with `policy.save(path)`."
+            "An `AutoBudget` keeps learning and cannot be pickled. Keep what it learned with `policy.save(path)`, and "
+            "load it with `AutoBudget.load(path)`."
         )
+
+    @property
+    def drafting_disabled(self) -> bool:
+        with self._lock:
+            return self._rounds_disabled > 0
+
+    def to_dict(self) -> Literal["auto"]:
+        """The knob that stands for it in a file, which does not hold what was learned."""
+        return "auto"
 
     @_locked
     def __repr__(self) -> str:
@@ -180,6 +198,13 @@ class AutoBudget(BudgetPolicy):
             self._longest_backoff *= BACKOFF_FACTOR
             self._probing = True
             self._gained.clear()
+            logger.warning_once(
+                '`tree_budget="auto"` has disabled drafting for now: standard decoding gives more tokens per second '
+                "on this text and machine. It will probe again. That is expected where a drafter is seldom right, or "
+                "where a forward over a tree takes much longer than over one token. To draft in any case, set a "
+                "number as `tree_budget`; `ddtree_stats.acceptance_by_depth` tells how often the drafter is right, "
+                "and `hf-ddtree bench` measures other budgets and drafters."
+            )
         elif len(self._gained) >= TRIAL_ROUNDS:
             self._probing, self._longest_backoff = False, FIRST_BACKOFF
 

@@ -33,6 +33,7 @@ class RoundCost:
     verify_seconds: float
 
 
+@dataclass(init=False, repr=False, eq=False)
 class BudgetPolicy(ABC):
     """Decides in each round how many nodes to draft, and how many of them to verify. Pass one as `tree_budget`.
 
@@ -42,6 +43,15 @@ class BudgetPolicy(ABC):
     """
 
     most_nodes: int = 64
+
+    @property
+    def drafting_disabled(self) -> bool:
+        """Whether the next round is one of a pause in which nothing is drafted, because drafting has not paid."""
+        return False
+
+    def to_dict(self) -> Any:
+        """What Transformers prints, and writes to a file, for a policy in a `GenerationConfig`."""
+        return repr(self)
 
     @abstractmethod
     def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:

@@ -22,7 +22,7 @@ from ..target.cache_rows import CommittedRows
 from ..target.model import CachedModel
 from ..target.preallocation import preallocate
 from ..target.requirements import check_cache
-from ..target.weights import execution_device
+from ..target.weights import execution_device, num_embeddings
 from ..tree.candidates import top_candidates
 from ..tree.draft_tree import DraftTree
 from ..tree.growing_tree import GrowingTree
@@ -112,8 +112,8 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         self.state = state
         self._cached_elsewhere: list[Tensor] | None = None
         self._longest = getattr(text_config, "max_position_embeddings", None) or math.inf
-        self._num_embeddings = drafter.get_input_embeddings().num_embeddings
-        self._vocab_size = min(self._num_embeddings, target_model.get_input_embeddings().num_embeddings)
+        self._num_embeddings = num_embeddings(drafter)
+        self._vocab_size = min(self._num_embeddings, num_embeddings(target_model))
 
     def start(self, cached_ids: Tensor, num_cached: int) -> None:
         super().start(cached_ids, num_cached)

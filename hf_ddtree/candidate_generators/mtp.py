@@ -22,7 +22,7 @@ from ..target.cache_rows import CommittedRows
 from ..target.commit import commit
 from ..target.layers import decoder_layers
 from ..target.preallocation import preallocate
-from ..target.weights import embedding_rows, execution_device, head_logits
+from ..target.weights import embedding_rows, execution_device, head_logits, num_embeddings
 from ..tree.candidates import top_candidates
 from ..tree.draft_tree import DraftTree
 from ..tree.growing_tree import GrowingTree
@@ -127,7 +127,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         self.feature_layers = feature_layers
         self.state = state or MTPState()
         self._embeddings: nn.Embedding = target_model.get_input_embeddings()
-        self._vocab_size = self._embeddings.num_embeddings
+        self._vocab_size = num_embeddings(target_model)
         self._device = execution_device(drafter)
         self._num_layers = num_layers
         longest = None if num_layers == 1 else num_layers

@@ -32,7 +32,7 @@ from ..target.preallocation import growing
 from ..target.requirements import check_cache
 from ..target.rollback import refuse_further_use, undone_on_error
 from ..target.static_cache import most_drafted
-from ..target.weights import execution_device
+from ..target.weights import execution_device, num_embeddings
 from ..tree.draft_tree import DraftTree
 from .acceptance import accept
 from .acceptance_on_device import ChoicesOnDevice
@@ -105,7 +105,7 @@ class TreeDecoder:
         self._policy = policy
         self._stats = stats
         self._processes = processes
-        self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._vocab_size = num_embeddings(model)
         self._target: CachedModel
         self._unseen: UnseenRounds
 
@@ -178,13 +178,16 @@ class TreeDecoder:
         start = time.perf_counter()
         rows, unfinished = self._target.rows, self._batch.unfinished_rows
         num_cached = rows.num_cached
+        is_disabled = self._policy.drafting_disabled
         asked = self._policy.nodes_to_draft(num_cached, self._batch.num_rows)
         most_nodes = self._processes.most(checked_nodes(self._policy, "nodes_to_draft", asked))
+        if is_disabled and not most_nodes:
+            self._stats.count_disabled()
         if most_nodes:
             context = self._unseen.take(self._batch, rows.lengths)
             with self._stats.stage("draft"):
                 proposed = self._generator.propose(context, most_nodes)
-            trees = self._cut(checked_trees(proposed, context.roots, self._vocab_size), unfinished)
+            trees = self._cut(checked_trees(proposed, context.roots, self._vocab_size), unfinished, most_nodes)
         else:
             trees = [DraftTree.root_only(root) for root in self._batch.last_tokens()]
         now = time.perf_counter()
@@ -198,13 +201,16 @@ class TreeDecoder:
             unfinished=unfinished,
         )
 
-    def _cut(self, trees: list[DraftTree], unfinished: set[int]) -> list[DraftTree]:
-        """The nodes of proposed trees that are worth verifying, the same in all processes that run the target."""
+    def _cut(self, trees: list[DraftTree], unfinished: set[int], most_nodes: int) -> list[DraftTree]:
+        """The nodes of proposed trees that are worth verifying, the same in all processes that run the target.
+
+        No more than were asked for, whatever a generator proposes.
+        """
         num_cached = self._target.rows.num_cached
         trees = self._batch.within_length(trees)
         counted = [trees[row] for row in sorted(unfinished)] or trees
         size = checked_nodes(self._policy, "nodes_to_verify", self._policy.nodes_to_verify(counted, num_cached))
-        trees = _best_nodes(trees, min(size, most_drafted(self._target.cache, num_cached)))
+        trees = _best_nodes(trees, min(size, most_nodes, most_drafted(self._target.cache, num_cached)))
         return self._batch.with_padding(self._processes.agree_on_trees(trees))
 
     def _verify(self, current: Round) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from ..interop.models import execution_devices
 
@@ -27,6 +28,12 @@ def execution_device(module: nn.Module) -> torch.device:
                 if brought_to is not None:
                     return torch.device(brought_to)
     return device
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """The number of tokens that a model's input embeddings know, also where an adapter is wrapped around them."""
+    parts = model.get_input_embeddings().modules()
+    return next(part.num_embeddings for part in parts if hasattr(part, "num_embeddings"))
 
 
 def embedding_rows(embeddings: nn.Embedding, token_ids: Tensor) -> Tensor:
