@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .drafter_kinds import load_drafter
     from .drafters.calibration import Calibration
     from .output import DDTreeOutput, DDTreeStats
+    from .shared_drafters import attach
     from .strategy import ddtree
     from .tree.draft_tree import DraftTree
 
@@ -42,6 +43,7 @@ _HOMES = {
     "DraftTree": "tree.draft_tree",
     "MTPTreeCandidateGenerator": "candidate_generators",
     "TreeCandidateGenerator": "candidate_generators",
+    "attach": "shared_drafters",
     "check": "check_report",
     "ddtree": "strategy",
     "load_demo": "demo",
@@ -65,6 +67,7 @@ __all__ = [
     "DraftTree",
     "MTPTreeCandidateGenerator",
     "TreeCandidateGenerator",
+    "attach",
     "check",
     "ddtree",
     "load_demo",

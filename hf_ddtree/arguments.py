@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,16 +16,17 @@ from transformers import (
 from transformers.generation import logits_process
 
 from .candidate_generators import TreeCandidateGenerator
-from .configuration import DDTreeConfig
+from .configuration import LOOKUP, STANDARD, STRATEGIES, DDTreeConfig
 from .drafters import DFlashDraftModel
 from .interop.generation import is_inherited
-from .validation import require_positive_int
-
-# What each strategy fixes of `DDTreeConfig`: a chain is a tree of width 1.
-STRATEGIES: dict[str, dict[str, Any]] = {"ddtree": {}, "dflash": {"tree_shape": "chain"}}
+from .shared_drafters import attached_names
+from .validation import UnsupportedError, did_you_mean, require_positive_int
 
 # Arguments of `ddtree` besides the knobs that Transformers does not know.
 OWN_ARGUMENTS = ("candidate_generator", "draft_state", "draft_memory")
+
+# Arguments that give what drafts as an object.
+DRAFTERS = ("assistant_model", "candidate_generator")
 
 # Modes of Transformers that decode one sequence a row, token by token.
 GENERATION_MODES = ("greedy_search", "sample")
@@ -60,6 +62,10 @@ OTHER_CACHES = {
 LOOKUP_ARGUMENTS = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
 
 
+class DefaultStrategy(str):
+    """A `generation_strategy` that stands in for one in the model's generation config: the call does not name it."""
+
+
 class GenerateArguments:
     """The arguments of one `generate()` call: those that it names, and the settings of its generation configs.
 
@@ -69,6 +75,9 @@ class GenerateArguments:
 
     def __init__(self, model: PreTrainedModel, named: dict[str, Any], *configs: GenerationConfig | None) -> None:
         self.named = named
+        self._model = model
+        given = named.get("generation_strategy")
+        self._default_strategy = named.pop("generation_strategy") if isinstance(given, DefaultStrategy) else None
         self._model_config = getattr(model, "generation_config", None)
         self._configs = configs
 
@@ -101,22 +110,39 @@ class GenerateArguments:
     def strategy(self) -> str | None:
         """The generation strategy; None for standard decoding.
 
+        A strategy that is only inherited gives way to what the call names, and to the assisted generation of another
+        model that this one drafts for.
+
         Raises:
-            ValueError: If there is no such strategy, or `custom_generate` is given as well.
+            ValueError: If there is no such strategy, or the call names `custom_generate` as well.
         """
-        # None as an argument switches off what a generation config says.
-        named = "generation_strategy" in self.named
-        strategy = self.named["generation_strategy"] if named else self.configured("generation_strategy")
-        if strategy is None:
+        # None as an argument switches off what a generation config says, as "standard" does.
+        is_named = "generation_strategy" in self.named
+        configured = self.configured("generation_strategy") or self._default_strategy
+        strategy = self.named["generation_strategy"] if is_named else configured
+        if strategy in (None, STANDARD):
             return None
-        if self.named.get("custom_generate") is not None:
-            raise ValueError("Both `generation_strategy` and `custom_generate` are given. Pass one of them.")
         if not isinstance(strategy, str) or strategy not in STRATEGIES:
             raise ValueError(
-                f"`generation_strategy` is {strategy!r}, but must be one of {', '.join(map(repr, STRATEGIES))}. Leave "
-                "it out for standard decoding."
+                f"`generation_strategy` is {strategy!r}, but must be one of "
+                f"{', '.join(map(repr, (*STRATEGIES, STANDARD)))}. Leave it out for standard decoding."
             )
-        return strategy
+        if self.named.get("custom_generate") is not None:
+            if self.is_inherited("generation_strategy"):
+                return None
+            raise ValueError("Both `generation_strategy` and `custom_generate` are given. Pass one of them.")
+        # Transformers passes the target's generation config on to its assistant.
+        return None if self.get("is_assistant") and not is_named else strategy
+
+    def is_inherited(self, name: str) -> bool:
+        """Whether an argument has the value of the model's generation config, and the call does not name it."""
+        return self.named.get(name) is None and self.configured(name) == getattr(self._model_config, name, None)
+
+    @property
+    def names_nothing(self) -> bool:
+        """Whether the strategy and all that belongs to it are inherited, so that standard decoding may replace it."""
+        names = ("generation_strategy", "assistant_model", *OWN_ARGUMENTS, *DDTreeConfig.knobs())
+        return all(self.is_inherited(name) for name in names)
 
     def take_drafting(self, strategy: str) -> dict[str, Any]:
         """Takes out what a strategy understands.
@@ -127,9 +153,13 @@ class GenerateArguments:
         Raises:
             ValueError: If an argument does not work with tree decoding, or contradicts the strategy or another one.
         """
+        self._check_spelling()
         names = DDTreeConfig.knobs()
         knobs = {name: value for name in names if (value := self.configured(name)) is not None}
         knobs |= {name: self.named[name] for name in names if name in self.named}
+        if self.is_inherited("drafter") and self._names_another_drafter():
+            knobs.pop("drafter", None)
+        self._check_drafter(knobs.get("drafter"))
         knobs |= self._translate_lookup(knobs)
         self.check(tree_lookup=bool(knobs.get("tree_lookup")))
         for name, fixed in STRATEGIES[strategy].items():
@@ -151,13 +181,13 @@ class GenerateArguments:
         """Takes out the tokenizer, which Transformers does not use for other decoding methods than its own.
 
         Raises:
-            ValueError: If `token_healing` is set.
+            UnsupportedError: If `token_healing` is set.
         """
         tokenizer = self.named.pop("tokenizer", None)
         if tokenizer is None:
             return
         if self.get("token_healing"):
-            raise ValueError(
+            raise UnsupportedError(
                 "`token_healing` does not work with tree decoding. Pass `model.heal_tokens(input_ids, tokenizer)` as "
                 "the inputs and leave `token_healing` out."
             )
@@ -175,10 +205,10 @@ class GenerateArguments:
             tree_lookup: Whether continuations are looked up.
 
         Raises:
-            ValueError: If there is one. The message says what works instead.
+            UnsupportedError: If there is one. The message says what works instead.
         """
         for reason in self._refusals(tree_lookup):
-            raise ValueError(reason)
+            raise UnsupportedError(reason)
 
     def check_beside_custom_generate(self) -> None:
         """Refuses what has to be given to `hf_ddtree.ddtree` if that is the `custom_generate`.
@@ -214,12 +244,45 @@ class GenerateArguments:
                 'no `generation_strategy` is set. Add `generation_strategy="ddtree"`.'
             )
 
+    def _names_another_drafter(self) -> bool:
+        """Whether the call says what drafts, otherwise than by the knob `drafter`."""
+        return any(self.named.get(name) is not None for name in (*DRAFTERS, "prompt_lookup_num_tokens"))
+
+    def _check_drafter(self, name: Any) -> None:
+        """Refuses to load another drafter than those that a model has been given, as calls may come from others.
+
+        Raises:
+            ValueError: If the model has one and the call names another.
+        """
+        own = attached_names(self._model)
+        if of_model := getattr(self._model_config, "drafter", None):
+            own.add(of_model)
+        if own and name is not None and name not in own | {LOOKUP}:
+            raise ValueError(
+                f"`drafter` is {name!r}, but this model has {', '.join(map(repr, sorted(own)))}, and calls may name "
+                f"no other but 'lookup'. To allow it, call `hf_ddtree.attach(model, {name!r})` first."
+            )
+
+    def _check_spelling(self) -> None:
+        """Refuses what nobody knows, but is nearly the name of an argument of tree decoding.
+
+        Raises:
+            ValueError: If the call or its generation config has such a setting. The message names the nearest.
+        """
+        own = ("generation_strategy", *OWN_ARGUMENTS, *DDTreeConfig.knobs())
+        known = {*own, *vars(GenerationConfig()), *inspect.signature(self._model.forward).parameters}
+        known.update(inspect.signature(self._model.generate).parameters)
+        settings = {name for config in self._configs if config is not None for name in vars(config)}
+        for name in sorted({*self.named, *settings} - known):
+            if suggestion := did_you_mean(name, own, similarity=0.8):
+                raise ValueError(f"`{name}` is set, which neither Transformers nor tree decoding knows.{suggestion}")
+
     def _translate_lookup(self, knobs: dict[str, Any]) -> dict[str, Any]:
         """The knobs that mean what `prompt_lookup_num_tokens` says, in whose place Transformers gets None."""
         num_tokens = self.get("prompt_lookup_num_tokens")
         if num_tokens is None:
             return {}
-        if any(self.named.get(name) is not None for name in ("assistant_model", "candidate_generator")):
+        if knobs.get("drafter") or any(self.named.get(name) is not None for name in DRAFTERS):
             raise ValueError(
                 f"`prompt_lookup_num_tokens` is {num_tokens!r} and a drafter is given as well. Leave one of them out, "
                 "or set `tree_lookup=True` in place of the former: then both draft."
@@ -276,21 +339,21 @@ def check_mode(generation_config: GenerationConfig, logits_processor: LogitsProc
     """Refuses a prepared call that is neither greedy search nor sampling.
 
     Raises:
-        ValueError: If it asks for beams, for another way to decode or for guidance.
+        UnsupportedError: If it asks for beams, for another way to decode or for guidance.
     """
     if generation_config.num_beams is not None and generation_config.num_beams > 1:
-        raise ValueError(
+        raise UnsupportedError(
             f"Tree decoding follows one sequence, but `num_beams` is {generation_config.num_beams}. Set "
             "`num_beams=1`, or generate without `generation_strategy`."
         )
     mode = generation_config.get_generation_mode()
     if mode not in GENERATION_MODES:
-        raise ValueError(
+        raise UnsupportedError(
             f"Tree decoding does greedy search and sampling, but other arguments ask for {mode.replace('_', ' ')}. "
             "Leave them out, or generate without `generation_strategy`."
         )
     if any(isinstance(processor, GUIDANCE_PROCESSORS) for processor in logits_processor):
-        raise ValueError(
+        raise UnsupportedError(
             "Tree decoding does not work with classifier-free guidance, which runs the model on a second prompt. "
             "Leave `guidance_scale` unset, or generate without `generation_strategy`."
         )

@@ -9,7 +9,16 @@ from typing import Any, Literal, get_args
 
 from .budget.policy import BudgetPolicy
 from .tree.shape import MOST_NODES, TreeShape, require_tree_shape
-from .validation import describe_type, require_positive_int
+from .validation import describe_type, did_you_mean, require_positive_int
+
+# What each strategy fixes of `DDTreeConfig`: a chain is a tree of width 1.
+STRATEGIES: dict[str, dict[str, Any]] = {"ddtree": {}, "dflash": {"tree_shape": "chain"}}
+
+# The name for standard decoding, which switches off the strategy of a generation config.
+STANDARD = "standard"
+
+# The name of the drafter that is none: what followed the last tokens earlier in the text.
+LOOKUP = "lookup"
 
 TreeProbabilities = Literal["conditional", "marginal"]
 TreeLookup = Literal["text", "target"]
@@ -22,6 +31,9 @@ class DDTreeConfig:
     """The knobs of tree decoding; each is also accepted as a plain keyword of `generate()`.
 
     Args:
+        drafter: The drafter by name, where no object can be passed, such as in JSON: a folder or a repository of the
+            Hub as `load_drafter` takes it, `"mtp"` for the target's own multi-token-prediction layers, or `"lookup"`
+            for prompt lookup alone. It is loaded once for a target and shared by all its calls.
         tree_budget: Most nodes drafted in one round, the root excluded. `"auto"` learns while decoding which number
             gives most tokens per second, standard decoding included; a `BudgetPolicy` decides by itself.
         tree_shape: How the budget is spent. `"best_first"` takes the most probable prefixes (DDTree,
@@ -44,6 +56,7 @@ class DDTreeConfig:
         ValueError: If a knob has a value that is not allowed.
     """
 
+    drafter: str | None = None
     tree_budget: int | Literal["auto"] | BudgetPolicy = "auto"
     tree_shape: TreeShape | None = None
     tree_probabilities: TreeProbabilities = "conditional"
@@ -55,6 +68,12 @@ class DDTreeConfig:
     return_trees: bool = False
 
     def __post_init__(self) -> None:
+        if self.drafter is not None and (not isinstance(self.drafter, str) or not self.drafter):
+            given = "empty" if self.drafter == "" else describe_type(self.drafter)
+            raise ValueError(
+                f'`drafter` must be a folder, a repository of the Hub, "mtp" or "lookup", but is {given}. Pass a '
+                "loaded drafter as `assistant_model`."
+            )
         self._check_tree_budget()
         if self.tree_shape is not None:
             require_tree_shape("tree_shape", self.tree_shape)
@@ -103,6 +122,27 @@ class DDTreeConfig:
         known = cls.knobs()
         rest = {name: value for name, value in kwargs.items() if name not in known}
         return cls(**{name: value for name, value in kwargs.items() if name in known}), rest
+
+    @classmethod
+    def from_knobs(cls, function: str, **knobs: Any) -> DDTreeConfig:
+        """A configuration from the keyword arguments of a function that takes nothing but knobs.
+
+        Args:
+            function: Its name, for the error message.
+            **knobs: The keyword arguments.
+
+        Raises:
+            ValueError: If a knob has a value that is not allowed.
+            TypeError: If a keyword argument is not a knob.
+        """
+        config, unknown = cls.from_kwargs(knobs)
+        if unknown:
+            parameters = (*cls.knobs(), "assistant_model", "candidate_generator", "draft_state", "streamer")
+            raise TypeError(
+                f"`{function}` has no argument {', '.join(map(repr, unknown))}."
+                f"{did_you_mean(next(iter(unknown)), parameters)} Its knobs are {', '.join(cls.knobs())}."
+            )
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """All knobs by name."""

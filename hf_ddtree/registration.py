@@ -6,6 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -74,24 +75,34 @@ def _with_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         from .arguments import GenerateArguments
-        from .strategy import DDTreeDecoding, ddtree
+        from .strategy import DDTreeDecoding, ddtree, warn_of_standard_decoding
+        from .validation import UnsupportedError
 
         named = signature.bind(self, *args, **kwargs).arguments
         named |= named.pop("kwargs", {})
         del named["self"]
+        kwargs.pop("generation_strategy", None)
         arguments = GenerateArguments.of_call(self, named)
         strategy, decoding = arguments.strategy, named.pop("custom_generate", None)
         if strategy is not None:
-            decoding = ddtree(**arguments.take_drafting(strategy))
+            falls_back = arguments.names_nothing
+            try:
+                decoding = ddtree(**arguments.take_drafting(strategy))
+                arguments.take_tokenizer()
+            except UnsupportedError as error:
+                if not falls_back:
+                    raise
+                warn_of_standard_decoding(error)
+                return original(self, *args, **kwargs)
+            decoding = replace(decoding, falls_back=falls_back)
         elif isinstance(decoding, DDTreeDecoding):
             arguments.check_beside_custom_generate()
+            arguments.take_tokenizer()
             decoding = decoding.with_arguments(**arguments.passed_on())
         else:
             if decoding is None:
                 arguments.check_no_strategy_is_meant()
-            kwargs.pop("generation_strategy", None)
             return original(self, *args, **kwargs)
-        arguments.take_tokenizer()
         return original(self, custom_generate=decoding, **named)
 
     return generate

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StaticCache, StoppingCriteriaList
 from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
+from transformers.utils import logging
 
 from .arguments import GenerateArguments, check_mode
 from .budget.auto import policy_for
@@ -18,7 +19,7 @@ from .candidate_generators import (
     PromptLookupTreeCandidateGenerator,
     TreeCandidateGenerator,
 )
-from .configuration import DDTreeConfig
+from .configuration import LOOKUP, DDTreeConfig
 from .decoding.batch import Batch
 from .decoding.choosing import PER_TOKEN_PROCESSORS, Chooser
 from .decoding.distributed import Processes
@@ -26,17 +27,26 @@ from .decoding.loop import TreeDecoder
 from .decoding.sequences import LockstepRows
 from .draft_memory import DraftMemory
 from .drafter_kinds import drafter_kind, make_candidate_generator
-from .interop.generation import is_callers_cache, longest_static_cache, prompt_length
+from .interop.generation import (
+    is_callers_cache,
+    is_synced,
+    longest_static_cache,
+    prompt_length,
+    standard_decoding,
+)
 from .interop.versions import CACHE_KEY, cache_of
 from .interop.wrappers import unwrapped
 from .output import DDTreeOutput, DDTreeStats
+from .shared_drafters import shared_drafter
 from .target.past_recording import keeps_past
-from .target.requirements import check_cache, check_positions, check_processes, check_target
+from .target.requirements import check_cache, check_no_noise, check_positions, check_processes, check_target
 from .target.static_cache import buffer_length, make_room_for_trees
-from .validation import describe_type
+from .validation import UnsupportedError, describe_type
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
+
+logger = logging.get_logger(__name__)
 
 # Processors and criteria that treat each row of a batch as if it were alone, whatever its length. Exact types: a
 # subclass may do otherwise.
@@ -57,7 +67,13 @@ OUTPUTS_OF_ALL_ROWS = ("output_scores", "output_logits", "output_hidden_states",
 
 @dataclass(frozen=True)
 class DDTreeDecoding:
-    """A decoding method in the form that `generate(custom_generate=...)` takes. Made by `ddtree`."""
+    """A decoding method in the form that `generate(custom_generate=...)` takes. Made by `ddtree`.
+
+    Attributes:
+        falls_back: Whether calls that are not supported are decoded by the standard method, with one warning.
+
+    The others are the arguments of `ddtree`, and its knobs in `config`.
+    """
 
     config: DDTreeConfig
     assistant_model: PreTrainedModel | None = None
@@ -66,6 +82,7 @@ class DDTreeDecoding:
     draft_memory: DraftMemory | None = None
     streamer: BaseStreamer | None = None
     synced_gpus: bool | None = None
+    falls_back: bool = False
 
     def with_arguments(self, **arguments: Any) -> DDTreeDecoding:
         """A copy with other arguments of `generate()`; those that are None stay as they are."""
@@ -81,14 +98,31 @@ class DDTreeDecoding:
         **model_kwargs: Any,
     ) -> DDTreeOutput | Tensor:
         """Decodes from the inputs that `generate()` prepared."""
-        GenerateArguments.prepared(model, generation_config).check(bool(self.config.tree_lookup))
-        check_mode(generation_config, logits_processor)
-        check_processes(model, generation_config, self.synced_gpus)
-        check_target(model)
-        check_positions(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
-        generator = self._make_generator(model)
-        policy = policy_for(self.config.tree_budget, model, self.assistant_model, generator)
-        prepare_cache(model, input_ids, generation_config, model_kwargs, policy)
+        try:
+            GenerateArguments.prepared(model, generation_config).check(bool(self.config.tree_lookup))
+            check_mode(generation_config, logits_processor)
+            check_processes(model, generation_config, self.synced_gpus)
+            check_target(model)
+            check_no_noise(model)
+            check_positions(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
+            drafter = self._drafter_for(model)
+            generator = self._make_generator(model, drafter)
+            policy = policy_for(self.config.tree_budget, model, drafter, generator)
+            prepare_cache(model, input_ids, generation_config, model_kwargs, policy)
+        except UnsupportedError as error:
+            standard = standard_decoding(model, generation_config) if self.falls_back else None
+            if standard is None:
+                raise
+            warn_of_standard_decoding(error)
+            return standard(
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=is_synced(model, self.synced_gpus),
+                **({} if self.streamer is None else {"streamer": self.streamer}),
+                **model_kwargs,
+            )
         past = keeps_past(cache_of(model_kwargs))
         batch = make_batch(
             input_ids, logits_processor, stopping_criteria, generation_config, self.streamer, keeps_past=past
@@ -114,10 +148,15 @@ class DDTreeDecoding:
             **{CACHE_KEY: cache_of(model_kwargs)},
         )
 
-    def _make_generator(self, model: PreTrainedModel) -> TreeCandidateGenerator:
+    def _drafter_for(self, model: PreTrainedModel) -> PreTrainedModel | None:
+        if self.config.drafter is None:
+            return self.assistant_model
+        return shared_drafter(self.config.drafter, model)
+
+    def _make_generator(self, model: PreTrainedModel, drafter: PreTrainedModel | None) -> TreeCandidateGenerator:
         generator = self.candidate_generator
-        if self.assistant_model is not None:
-            generator = make_candidate_generator(self.assistant_model, model, self.config, self.draft_state)
+        if drafter is not None:
+            generator = make_candidate_generator(drafter, model, self.config, self.draft_state)
         if not self.config.tree_lookup:
             assert generator is not None
             return generator
@@ -151,25 +190,37 @@ def ddtree(
         **knobs: Fields of `DDTreeConfig`, such as `tree_budget`.
 
     Raises:
-        ValueError: If both a drafter and a generator are given, or neither and no `tree_lookup`, or a knob has a value
-            that is not allowed.
-        TypeError: If the generator is not a `TreeCandidateGenerator`, or a keyword argument is not a knob.
+        ValueError: If more than one of a drafter, its name and a generator is given, or none and no `tree_lookup`, or
+            a knob has a value that is not allowed.
+        TypeError: If the generator is not a `TreeCandidateGenerator`, `draft_state` is given where there is no drafter
+            to use it, or a keyword argument is not a knob.
     """
-    config, unknown = DDTreeConfig.from_kwargs(knobs)
-    if unknown:
-        raise TypeError(
-            f"`ddtree` has no argument {', '.join(map(repr, unknown))}. Its knobs are "
-            f"{', '.join(DDTreeConfig.knobs())}."
+    config = DDTreeConfig.from_knobs("ddtree", **knobs)
+    if config.drafter == LOOKUP:
+        if knobs.get("tree_lookup") is False:
+            raise ValueError(
+                '`drafter="lookup"` and `tree_lookup=False` contradict each other. Leave one of them out.'
+            )
+        config = replace(config, drafter=None, tree_lookup=config.tree_lookup or True)
+    given = [
+        name
+        for name, value in (
+            ("assistant_model", assistant_model),
+            ("candidate_generator", candidate_generator),
+            ("drafter", config.drafter),
         )
-    if assistant_model is None and candidate_generator is None and not config.tree_lookup:
-        raise ValueError(
-            "Tree decoding needs a drafter, but neither `assistant_model` nor `candidate_generator` is given. Load "
-            "one with `hf_ddtree.load_drafter(..., target_model=model)` and pass it as `assistant_model`, or set "
-            "`tree_lookup=True` to draft from the prompt and the output."
+        if value is not None
+    ]
+    if not given and not config.tree_lookup:
+        raise UnsupportedError(
+            "Tree decoding needs a drafter, but neither `assistant_model` nor `candidate_generator` nor `drafter` is "
+            "given. Load one with `hf_ddtree.load_drafter(..., target_model=model)` and pass it as `assistant_model`, "
+            "or set `tree_lookup=True` to draft from the prompt and the output."
         )
-    if assistant_model is not None and candidate_generator is not None:
+    if len(given) > 1:
         raise ValueError(
-            "Both `assistant_model` and `candidate_generator` are given, but only one can draft. Pass one."
+            f"{'Both' if len(given) == 2 else 'All of'} {' and '.join(f'`{name}`' for name in given)} are given, but "
+            "only one can draft. Pass one."
         )
     if candidate_generator is not None and not isinstance(candidate_generator, TreeCandidateGenerator):
         raise TypeError(
@@ -187,8 +238,25 @@ def ddtree(
     if assistant_model is not None:
         assistant_model = unwrapped(assistant_model, "assistant_model")
         drafter_kind(assistant_model)
+    elif (
+        config.drafter is None
+        and draft_state is not None
+        and draft_state is not getattr(candidate_generator, "state", None)
+    ):
+        keeper = "a lookup" if candidate_generator is None else "this `candidate_generator`"
+        raise TypeError(
+            f"`draft_state` is {describe_type(draft_state)}, but {keeper} has no state that could be passed on to it. "
+            "Leave it out, or pass the drafter that it comes from as `assistant_model`."
+        )
     return DDTreeDecoding(
         config, assistant_model, candidate_generator, draft_state, draft_memory, streamer, synced_gpus
+    )
+
+
+def warn_of_standard_decoding(error: UnsupportedError) -> None:
+    """Warns, once for each reason, that a call is decoded by the standard method."""
+    logger.warning_once(
+        "The model's generation config sets `generation_strategy`, but this call is decoded without it: " + str(error)
     )
 
 
@@ -203,7 +271,7 @@ def prepare_cache(
     cache = cache_of(model_kwargs)
     if type(cache) is StaticCache:
         if generation_config.output_attentions:
-            raise ValueError(
+            raise UnsupportedError(
                 "`output_attentions` is True, but over a static cache the weights are of its unused entries as well. "
                 "Leave `cache_implementation` unset, or `output_attentions`."
             )
@@ -215,7 +283,7 @@ def prepare_cache(
         if not is_callers_cache(cache):
             make_room_for_trees(cache, max(needed, longest_static_cache(model)), most_nodes)
         elif length is not None and length < needed and not any(cache.is_sliding):
-            raise ValueError(
+            raise UnsupportedError(
                 f"The `StaticCache` has room for {length} tokens, but this call may need {needed}. Pass one with "
                 f"`max_cache_len={needed + 1 + most_nodes}`, which leaves room for trees, or set "
                 '`cache_implementation="static"` and pass none.'

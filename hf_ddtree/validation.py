@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from numbers import Integral
+
+
+class UnsupportedError(ValueError):
+    """A model or call that cannot be decoded by tree, but by standard decoding."""
 
 
 def require_positive_int(name: str, value: object, or_none: bool = False) -> None:
@@ -11,6 +17,18 @@ def require_positive_int(name: str, value: object, or_none: bool = False) -> Non
         return
     alternative = ", or None for the default" if or_none else ""
     raise ValueError(f"`{name}` must be an integer of at least 1{alternative}, but is {value!r}.")
+
+
+def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.6) -> str:
+    """A question that names the known name nearest to a misspelt one; empty if none is similar.
+
+    Args:
+        name: The misspelt name.
+        known: The known names.
+        similarity: Least ratio of matching characters, from 0 to 1.
+    """
+    nearest = get_close_matches(name, list(known), n=1, cutoff=similarity)
+    return f" Did you mean `{nearest[0]}`?" if nearest else ""
 
 
 def describe_type(value: object) -> str:

@@ -543,7 +543,7 @@ class Three(BudgetPolicy):
         return 3
 
 
-@pytest.mark.parametrize(("tree_budget", "most"), [(4, 4), (1, 1), (60, 60), ("auto", 15), (Three(), 3)])
+@pytest.mark.parametrize(("tree_budget", "most"), [(4, 4), (1, 1), (60, 60), (AutoBudget(15), 15), (Three(), 3)])
 def test_no_more_nodes_are_verified_than_the_budget_says(tree_budget: Any, most: int) -> None:
     """Whatever a generator proposes: the most probable ones are kept."""
     model = make_model("llama", "sdpa")
@@ -560,7 +560,7 @@ def test_no_more_nodes_are_verified_than_the_budget_says(tree_budget: Any, most:
     )
     assert stats.sequences.tolist() == expected.tolist()
     sizes = stats.ddtree_stats.tree_sizes
-    assert max(sizes) <= most and (tree_budget == "auto" or min(sizes[:-1]) == most)
+    assert max(sizes) <= most and (isinstance(tree_budget, AutoBudget) or min(sizes[:-1]) == most)
     if tree_budget in (4, 1):
         for (tree,) in stats.ddtree_stats.trees[:-1]:
             assert max(tree.token_ids[1:].tolist()) <= most  # the first that are not the right one

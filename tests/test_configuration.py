@@ -12,6 +12,7 @@ pytestmark = pytest.mark.core
 
 def test_defaults():
     assert DDTreeConfig().to_dict() == {
+        "drafter": None,
         "tree_budget": "auto",
         "tree_shape": None,
         "tree_probabilities": "conditional",
@@ -89,5 +90,5 @@ def test_refuses_unknown_probabilities(value):
 
 
 def test_knobs_are_the_fields_in_order():
-    shape = ("tree_budget", "tree_shape", "tree_probabilities", "tree_top_k", "draft_length")
+    shape = ("drafter", "tree_budget", "tree_shape", "tree_probabilities", "tree_top_k", "draft_length")
     assert DDTreeConfig.knobs() == (*shape, "tree_lookup", "max_matching_ngram_size", "calibrate", "return_trees")

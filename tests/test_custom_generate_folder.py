@@ -2,15 +2,18 @@
 
 import importlib.metadata
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.families import make_model
 from helpers.side_by_side import NEW_TOKENS, make_oracle, make_prompt
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_ddtree
-from hf_ddtree import DDTreeConfig
+from hf_ddtree import DDTreeConfig, strategy
+from hf_ddtree.demo import demo_folders
 
 FOLDER = Path(__file__).parents[1] / "hub"
 PLAIN = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -96,6 +99,60 @@ def test_code_is_not_run_without_consent(model, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "n")
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(make_prompt(), custom_generate=str(FOLDER), **PLAIN)
+
+
+@pytest.fixture
+def own_folder(tmp_path):
+    """A model loaded from a folder with the method in it, and what it generates without."""
+    model, _, tokenizer = hf_ddtree.load_demo()
+    model.save_pretrained(tmp_path)
+    shutil.copytree(FOLDER / "custom_generate", tmp_path / "custom_generate")
+    inputs = tokenizer("def read_lines(path):\n", return_tensors="pt")
+    return (
+        AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True),
+        inputs,
+        model.generate(**inputs, **PLAIN),
+    )
+
+
+def test_in_the_model_s_own_folder(own_folder):
+    model, inputs, expected = own_folder
+    for by_position in (False, True):
+        args = (inputs["input_ids"],) if by_position else ()
+        output = model.generate(
+            *args, **({} if by_position else inputs), **PLAIN, tree_lookup=True, return_dict_in_generate=True
+        )
+        assert isinstance(output, hf_ddtree.DDTreeOutput) and output.sequences.tolist() == expected.tolist()
+    drafter = hf_ddtree.load_drafter(demo_folders()[1], target_model=model)
+    output = model.generate(**inputs, **PLAIN, assistant_model=drafter, return_dict_in_generate=True)
+    assert output.sequences.tolist() == expected.tolist() and output.ddtree_stats.target_forwards < 20
+
+
+def test_the_folder_s_generation_config_names_the_drafter(own_folder):
+    """So that a program that only loads the folder needs to know nothing of it."""
+    model, inputs, expected = own_folder
+    model.generation_config.drafter = demo_folders()[1]
+    output = model.generate(**inputs, **PLAIN, return_dict_in_generate=True)
+    assert isinstance(output, hf_ddtree.DDTreeOutput) and output.sequences.tolist() == expected.tolist()
+
+
+def test_the_own_folder_s_strategy_is_a_default(own_folder, monkeypatch):
+    model, inputs, expected = own_folder
+    warned = []
+    monkeypatch.setattr(strategy.logger, "warning_once", lambda text, *_: warned.append(text))
+    assert model.generate(**inputs, **PLAIN).tolist() == expected.tolist()
+    assert "needs a drafter" in warned.pop()
+    model.generation_config.tree_lookup = True
+    beams = type(model).generate(model, **inputs, **PLAIN, num_beams=2)
+    assert model.generate(**inputs, **PLAIN, num_beams=2).tolist() == beams.tolist()
+    assert "`num_beams` is 2" in warned.pop()
+    for off in ("standard", None):
+        assert model.generate(**inputs, **PLAIN, generation_strategy=off).tolist() == expected.tolist()
+    config = GenerationConfig(**PLAIN, generation_strategy="standard")
+    assert model.generate(**inputs, generation_config=config).tolist() == expected.tolist()
+    assert not warned
+    with pytest.raises(ValueError, match="`num_beams` is 2"):
+        model.generate(**inputs, **PLAIN, num_beams=2, tree_lookup=True)
 
 
 def test_what_the_hub_reads():

@@ -9,6 +9,7 @@ import torch
 import transformers
 from helpers.families import VOCAB_SIZE, make_config, make_model
 from helpers.random_drafter import make_drafter
+from helpers.same_output import assert_same_cache
 from helpers.side_by_side import make_oracle, make_prompt
 from torch import nn
 from transformers import (
@@ -137,11 +138,73 @@ def test_other_knobs(model, knobs, words):
         by_tree(model, **knobs)
 
 
-def test_misspelt_knobs(model):
-    with refused(model, "tree_buget"):
-        by_tree(model, tree_buget=4)
-    with refused(model, "'tree_buget'", "tree_budget", error=TypeError):
-        hf_ddtree.ddtree(candidate_generator=make_oracle(make_prompt()), tree_buget=4)
+MISSPELT = {
+    "tree_bugdet": "tree_budget",
+    "tree_lookups": "tree_lookup",
+    "draft_len": "draft_length",
+    "candidate_generators": "candidate_generator",
+    "draft_states": "draft_state",
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", MISSPELT)
+def test_misspelt_knobs(model, name):
+    suggestion = f"Did you mean `{MISSPELT[name]}`?"
+    with refused(model, f"`{name}` is set", suggestion):
+        by_tree(model, **{name: 4})
+    with refused(model, f"'{name}'", suggestion, error=TypeError):
+        hf_ddtree.ddtree(tree_lookup=True, **{name: 4})
+    with refused(model, f"`{name}` is set", suggestion):
+        by_tree(model, generation_config=GenerationConfig(max_new_tokens=4, **{name: 4}))
+
+
+def test_names_that_are_like_no_knob_are_left_to_transformers(model):
+    with refused(model, "model_kwargs", "temprature"):
+        by_tree(model, temprature=0.5)
+    assert by_tree(model, generation_config=GenerationConfig(max_new_tokens=4, note="trees")).shape[1]
+    with pytest.raises(TypeError, match="'note'. Its knobs"):
+        hf_ddtree.ddtree(tree_lookup=True, note=4)
+
+
+@pytest.mark.core
+def test_a_draft_state_that_nobody_uses(model):
+    with refused(model, "`draft_state`", "a `str`", "a lookup has no state", error=TypeError):
+        model.generate(make_prompt(), generation_strategy="ddtree", tree_lookup=True, draft_state="foo", **PLAIN)
+    with refused(model, "`draft_state`", "this `candidate_generator` has no state", error=TypeError):
+        by_tree(model, draft_state="foo")
+    assert by_tree(model, draft_state=None).shape[1]
+    generator = make_oracle(make_prompt())
+    generator.state = object()
+    assert by_tree(model, candidate_generator=generator, draft_state=generator.state).shape[1]
+
+
+# --- training mode --------------------------------------------------------------------------------------------------
+
+NOISE = {
+    "a setting": lambda model: setattr(model.model.layers[-1].mlp, "activation_dropout", 0.1),
+    "a module": lambda model: model.model.layers[-1].add_module("resid", nn.Dropout(0.1)),
+    "a router": lambda model: setattr(model.model.layers[-1].mlp, "router_jitter_noise", 0.02),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", NOISE)
+def test_noise_in_training_mode(model, kind):
+    model = copy.deepcopy(model)
+    NOISE[kind](model)
+    expected = model.generate(make_prompt(), **PLAIN)
+    with pytest.raises(ValueError, match=r"in training mode and `model.layers.*`model.eval\(\)`"):
+        by_tree(model.train())
+    assert by_tree(model.eval(), candidate_generator=make_oracle(expected)).tolist() == expected.tolist()
+
+
+def test_training_mode_without_noise(model):
+    """As in reinforcement learning with gradient checkpointing."""
+    model = copy.deepcopy(model).train()
+    model.model.layers[-1].add_module("resid", nn.Dropout(0.0))
+    expected = model.generate(make_prompt(), **PLAIN)
+    assert by_tree(model, candidate_generator=make_oracle(expected)).tolist() == expected.tolist()
 
 
 def test_strategy_and_custom_generate(model):
@@ -204,8 +267,43 @@ def test_quantized_cache(model):
 def test_caches_passed_in(model):
     with refused(model, "StaticCache", "room for 8 tokens"):
         by_tree(model, **{CACHE_KEY: StaticCache(config=model.config, max_cache_len=8)})
-    with refused(model, "DynamicCache", "Own"):
-        by_tree(model, **{CACHE_KEY: type("Own", (DynamicCache,), {})(config=model.config)})
+    with refused(model, "`Own`, which changes `crop`, `update` of `DynamicCache`"):
+        changed = {"update": DynamicCache.update, "crop": DynamicCache.crop}
+        by_tree(model, **{CACHE_KEY: type("Own", (DynamicCache,), changed)(config=model.config)})
+    with refused(model, "changes `is_compileable`"):
+        by_tree(model, **{CACHE_KEY: type("Own", (DynamicCache,), {"is_compileable": False})(config=model.config)})
+    with refused(model, "changes `update`"):
+        cache = DynamicCache(config=model.config)
+        cache.update = cache.update
+        by_tree(model, **{CACHE_KEY: cache})
+    with refused(model, "but the cache is a `Own`"):
+        by_tree(model, **{CACHE_KEY: type("Own", (StaticCache,), {})(config=model.config, max_cache_len=64)})
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3"])
+def test_a_subclass_of_a_dynamic_cache_that_changes_nothing(family):
+    model = make_model(family, "sdpa")
+
+    class Named(DynamicCache):
+        """With a name, and a method of its own."""
+
+        def __init__(self, name, config):
+            super().__init__(config=config)
+            self.name = name
+
+        def __repr__(self):
+            return self.name
+
+        def num_tokens(self):
+            return self.get_seq_length()
+
+    cache, expected_cache = Named("mine", model.config), Named("other", model.config)
+    expected = model.generate(make_prompt(), **PLAIN, **{CACHE_KEY: expected_cache})
+    output = by_tree(model, candidate_generator=make_oracle(expected), **{CACHE_KEY: cache})
+    assert output.tolist() == expected.tolist()
+    assert_same_cache(cache, expected_cache)
+    assert cache.num_tokens() == expected_cache.get_seq_length()
 
 
 def test_a_cache_whose_layers_hold_different_sequences():

@@ -437,9 +437,10 @@ def test_the_output_can_be_copied(model, plain):
 
 def test_none_switches_off_what_the_configuration_says(model, monkeypatch):
     monkeypatch.setattr(model.generation_config, "generation_strategy", "ddtree", raising=False)
-    with pytest.raises(ValueError, match="needs a drafter"):
-        model.generate(make_prompt(), **PLAIN)
-    assert model.generate(make_prompt(), **PLAIN, generation_strategy=None).shape == (1, PROMPT_LENGTH + NEW_TOKENS)
+    monkeypatch.setattr(model.generation_config, "tree_lookup", True, raising=False)
+    arguments = {**PLAIN, "return_dict_in_generate": True}
+    assert isinstance(model.generate(make_prompt(), **arguments), hf_ddtree.DDTreeOutput)
+    assert not isinstance(model.generate(make_prompt(), **arguments, generation_strategy=None), hf_ddtree.DDTreeOutput)
 
 
 def test_unregister_keeps_a_later_patch(monkeypatch):

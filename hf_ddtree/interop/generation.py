@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import utils
 from transformers.utils import ModelOutput
 
 from .private import private, warn_of_missing
+from .sharding import is_sharded_by_wrappers, is_sharded_over_processes
 from .versions import cache_of
 
 
@@ -121,6 +124,24 @@ def compiles_forward(
 def default_compile_config(model: PreTrainedModel) -> CompileConfig:
     """How `generate()` compiles a model's forward if it is not told."""
     return getattr(model, "_default_compile_config", CompileConfig)()
+
+
+def standard_decoding(model: PreTrainedModel, generation_config: GenerationConfig) -> Callable[..., Any] | None:
+    """The decoding method that `generate()` calls without a strategy, for inputs that it has prepared.
+
+    Returns:
+        Greedy search, sampling or beam search; None for modes that Transformers loads from the Hub, or if this version
+        has no table of decoding methods.
+    """
+    methods = getattr(utils, "GENERATION_MODES_MAPPING", {})
+    name = methods.get(generation_config.get_generation_mode())
+    return getattr(model, name, None) if name in ("_sample", "_beam_search") else None
+
+
+def is_synced(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
+    """What `generate()` passes to a decoding method as `synced_gpus`."""
+    sharded = is_sharded_over_processes(model) or is_sharded_by_wrappers(model)
+    return sharded if synced_gpus is None else synced_gpus
 
 
 def _uses(function: Any, name: str) -> bool:

@@ -37,6 +37,7 @@ from ..interop.sharding import (
     tensor_parallel_group,
 )
 from ..interop.versions import CACHE_KEY, EMPTY_CACHE_LAYERS
+from ..validation import UnsupportedError
 from .layers import (
     LAYER_TYPES,
     STATEFUL_LAYER_TYPES,
@@ -80,6 +81,15 @@ CACHE_LAYERS = (
 )
 
 
+# Methods of a cache that do not matter once it is made.
+HARMLESS_OVERRIDES = {"__init__", "__repr__"}
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+# Parts of the names of settings that make a forward random in training mode.
+NOISE_SETTINGS = ("dropout", "layerdrop", "drop_path", "jitter")
+
+
 def check_processes(model: PreTrainedModel, generation_config: GenerationConfig, synced_gpus: bool | None) -> None:
     """Refuses a model that is distributed over processes in a way that tree decoding does not support.
 
@@ -89,29 +99,29 @@ def check_processes(model: PreTrainedModel, generation_config: GenerationConfig,
         synced_gpus: As `generate()` got it.
 
     Raises:
-        ValueError: If DeepSpeed ZeRO-3 or the first version of FSDP shards the model, if it is split into pipeline
-            stages, or if the processes could diverge under this call's arguments.
+        UnsupportedError: If DeepSpeed ZeRO-3 or the first version of FSDP shards the model, if it is split into
+            pipeline stages, or if the processes could diverge under this call's arguments.
     """
     name = type(model).__name__
     if is_split_into_stages(model):
-        raise ValueError(
+        raise UnsupportedError(
             f"{name} is split into pipeline stages (`pp_size`), so no process has all layers. Load it with `tp_size`, "
             "`fsdp_size` or `device_map`, or generate without `generation_strategy`."
         )
     if is_sharded_by_wrappers(model):
-        raise ValueError(
+        raise UnsupportedError(
             f"{name} is sharded by DeepSpeed ZeRO-3 or FullyShardedDataParallel, which hide the weights that drafters "
             "share. Shard it by `fully_shard` (FSDP2, `DistributedConfig(fsdp_size=...)`), give each process a whole "
             "model, or generate without `generation_strategy`."
         )
     synced = is_sharded_over_processes(model) if synced_gpus is None else synced_gpus
     if synced and generation_config.prefill_chunk_size is not None:
-        raise ValueError(
+        raise UnsupportedError(
             "`prefill_chunk_size` is set, but all processes run their forwards together (`synced_gpus`), and prompts "
             "of other lengths would need another number of them. Leave `prefill_chunk_size` out."
         )
     if tensor_parallel_group(model) is not None and generation_config.max_time is not None:
-        raise ValueError(
+        raise UnsupportedError(
             "`max_time` is set, but several processes decode the same sequences (tensor parallelism), and the time "
             "would be over in one of them before the others. Leave `max_time` out and set `max_new_tokens`."
         )
@@ -121,10 +131,39 @@ def check_target(model: PreTrainedModel) -> None:
     """Refuses a model whose tokens could come out wrong.
 
     Raises:
-        ValueError: If a requirement of `TARGET_REQUIREMENTS` does not hold. The message says what to do instead.
+        UnsupportedError: If a requirement of `TARGET_REQUIREMENTS` does not hold. The message says what to do instead.
     """
     for reason in filter(None, (why_not(model) for why_not in TARGET_REQUIREMENTS)):
-        raise ValueError(f"{type(model).__name__} {reason}")
+        raise UnsupportedError(f"{type(model).__name__} {reason}")
+
+
+def check_no_noise(model: PreTrainedModel) -> None:
+    """Refuses a model in training mode whose forwards are random.
+
+    Modules in training mode without dropout are fine, as in reinforcement learning with gradient checkpointing.
+
+    Raises:
+        UnsupportedError: If a module in training mode has dropout, or noise of another kind, with a rate above 0.
+    """
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if setting := _noise_of(module):
+            raise UnsupportedError(
+                f"{type(model).__name__} is in training mode and `{name}` has {setting}, so every forward is random "
+                "and verifying a tree is not what decoding token by token gives. Call `model.eval()`, set the rate to "
+                "0, or generate without `generation_strategy`."
+            )
+
+
+def _noise_of(module: nn.Module) -> str | None:
+    """The setting of a module that makes its forward random in training mode; None if there is none."""
+    if isinstance(module, DROPOUTS):
+        return f"dropout with p={module.p}" if module.p > 0 else None
+    for name, value in vars(module).items():
+        if isinstance(value, float) and value > 0 and any(part in name for part in NOISE_SETTINGS):
+            return f"`{name}={value}`"
+    return None
 
 
 def _encoder_decoder(model: PreTrainedModel) -> str | None:
@@ -244,7 +283,21 @@ def _attention_to_another_sequence(model: PreTrainedModel) -> str | None:
 def _positions_of_its_own(model: PreTrainedModel) -> str | None:
     token = torch.zeros((1, 1), dtype=torch.int64, device=execution_device(model))
     step = {CACHE_KEY: DynamicCache(), "position_ids": token, "use_cache": True}
-    return _drops_positions(model.prepare_inputs_for_generation(token, **step))
+    reason = _drops_positions(model.prepare_inputs_for_generation(token, **step))
+    return reason and (_prompt_of_virtual_tokens(model) or reason)
+
+
+def _prompt_of_virtual_tokens(model: PreTrainedModel) -> str | None:
+    """The reason if it is PEFT that drops the positions: it replaces the method of a model with a prompt adapter."""
+    adapter: Any = getattr(getattr(model.prepare_inputs_for_generation, "__self__", model), "active_peft_config", None)
+    if not getattr(adapter, "is_prompt_learning", False):
+        return None
+    return (
+        f"has a PEFT adapter of type {getattr(adapter.peft_type, 'value', adapter.peft_type)}, which puts virtual "
+        "tokens before the prompt and drops `position_ids`, so the branches of a tree cannot share a forward. The "
+        "model itself can be decoded by tree, and so can adapters that change weights, such as LoRA. Use one of "
+        "these, or generate without `generation_strategy`."
+    )
 
 
 # Each says why a model cannot be decoded by tree, after the name of its class, or returns None. Later ones may rely on
@@ -273,10 +326,10 @@ def check_inputs(model: PreTrainedModel, model_inputs: dict[str, Any]) -> None:
         model_inputs: The result of `prepare_inputs_for_generation` for some tokens and their `position_ids`.
 
     Raises:
-        ValueError: If it holds no positions.
+        UnsupportedError: If it holds no positions.
     """
     if reason := _drops_positions(model_inputs):
-        raise ValueError(f"{type(model).__name__} {reason}")
+        raise UnsupportedError(f"{type(model).__name__} {reason}")
 
 
 def _drops_positions(model_inputs: dict[str, Any]) -> str | None:
@@ -301,14 +354,14 @@ def check_positions(model: PreTrainedModel, input_ids: Tensor, max_length: int |
         position_ids: Positions of the prompts; the last axis is the sequence.
 
     Raises:
-        ValueError: If the model has such an embedding and the sequences may reach the position where it changes.
+        UnsupportedError: If the model has such an embedding and the sequences may reach the position where it changes.
     """
     limit = first_changing_position(model)
     if limit is None:
         return
     highest = None if max_length is None else int(position_ids.max()) + max_length - input_ids.shape[1]
     if highest is None or highest > limit:
-        raise ValueError(
+        raise UnsupportedError(
             f"{type(model).__name__} has a rotary embedding that changes with the length of the sequence beyond "
             f"{limit} positions, which tree decoding cannot follow, and this call may reach "
             f"{'any length' if highest is None else highest}. Set `max_new_tokens` so that prompt and output stay "
@@ -320,40 +373,59 @@ def check_cache(cache: Cache | None) -> None:
     """Refuses a cache that cannot take a tree and give back one path of it.
 
     Raises:
-        ValueError: If there is no cache, or it is not a `DynamicCache` or `StaticCache` of known layers that all hold
-            the same tokens.
+        UnsupportedError: If there is no cache, or it is not a `DynamicCache` (or a subclass that overrides none of its
+            methods) or a `StaticCache`, of known layers that all hold the same tokens.
     """
     if cache is None:
-        raise ValueError("Tree decoding needs a cache, but `use_cache` is False. Leave `use_cache` at True.")
-    if type(cache) not in (DynamicCache, StaticCache):
-        raise ValueError(
+        raise UnsupportedError("Tree decoding needs a cache, but `use_cache` is False. Leave `use_cache` at True.")
+    if not isinstance(cache, DynamicCache) and type(cache) is not StaticCache:
+        raise UnsupportedError(
             "Tree decoding works on a `DynamicCache` or a `StaticCache`, but the cache is a "
             f"`{type(cache).__name__}`. Leave `cache_implementation` unset and pass no cache of another kind."
         )
+    if changed := _changed_methods(cache):
+        raise UnsupportedError(
+            f"The cache is a `{type(cache).__name__}`, which changes {', '.join(f'`{name}`' for name in changed)} of "
+            "`DynamicCache`, and tree decoding does not know what that means for the branches of a tree. Pass a "
+            "`DynamicCache`, or a subclass that adds to it and overrides nothing."
+        )
     if getattr(cache, "offloading", False):
-        raise ValueError(
+        raise UnsupportedError(
             "Tree decoding does not work on an offloaded cache. Leave `cache_implementation` unset and pass no cache "
             "with `offloading=True`."
         )
     for layer in cache.layers:
         if isinstance(layer, StaticSlidingWindowLayer):
-            raise ValueError(
+            raise UnsupportedError(
                 f"The `StaticCache` has a layer that keeps the last {layer.max_cache_len} keys alone, of which a tree "
                 'would push some out. Set `cache_implementation="static"` and pass no cache: it is then made without '
                 "such layers."
             )
         if type(layer) not in CACHE_LAYERS or getattr(layer, "number_of_states", 1) != 1:
-            raise ValueError(
+            raise UnsupportedError(
                 f"The cache has a layer of kind `{type(layer).__name__}`, whose state tree decoding does not know how "
                 "to branch and commit. Generate without `generation_strategy`."
             )
     lengths = {int(layer.get_seq_length()) for layer in cache.layers if isinstance(layer, DynamicLayer | StaticLayer)}
     if len(lengths) > 1:
-        raise ValueError(
+        raise UnsupportedError(
             f"The cache has layers with {' and '.join(map(str, sorted(lengths)))} keys. Some are of another sequence, "
             "as in cross-attention to an image, and tree decoding does not know how to keep those. Generate without "
             "`generation_strategy`."
         )
+
+
+def _changed_methods(cache: Cache) -> list[str]:
+    """Methods and properties of `DynamicCache` that a subclass or an instance of it overrides."""
+    if not isinstance(cache, DynamicCache):
+        return []
+    own = {name for kind in type(cache).__mro__ if not issubclass(DynamicCache, kind) for name in vars(kind)}
+    overridden = {name: getattr(DynamicCache, name, None) for name in own | set(vars(cache))}
+    return sorted(
+        name
+        for name, original in overridden.items()
+        if name not in HARMLESS_OVERRIDES and (callable(original) or isinstance(original, property))
+    )
 
 
 def _has_known_state(config: PretrainedConfig, modules: Iterable[nn.Module]) -> bool:
