@@ -30,7 +30,7 @@ from .drafters.dspark import DSparkDraftModel
 from .drafters.dspark.checkpoint import is_dspark, read_dspark_config
 from .drafters.eagle3 import Eagle3DraftModel
 from .drafters.eagle3.checkpoint import check_eagle3_fits, is_eagle3, load_eagle3, read_eagle3_config
-from .drafters.mtp.checkpoint import OWN_CHECKPOINT, is_mtp, load_mtp
+from .drafters.mtp.checkpoint import OWN_CHECKPOINT, check_mtp_fits, is_mtp, load_mtp
 from .drafters.mtp.model import MTPDrafter
 from .drafters.native.checkpoint import check_native_fits, is_native_checkpoint, load_native
 from .drafters.native.view import is_native, view_native
@@ -131,7 +131,7 @@ DRAFTER_KINDS = (
         ),
         recognises=is_mtp,
         read_config=lambda checkpoint: None,
-        check_fits=lambda config, target_model: None,
+        check_fits=check_mtp_fits,
         load=load_mtp,
         matches=lambda drafter: isinstance(drafter, MTPDrafter | MtpModel),
         make_generator=MTPTreeCandidateGenerator,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.families import make_config, make_model
+from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedModel, Qwen3Config
 from typer.testing import CliRunner
 
@@ -253,6 +254,58 @@ def test_the_call_without_a_drafter_runs(tmp_path):
     names = {"inputs": inputs}
     exec("\n".join([*before, f"out = {last}"]), names)
     assert torch.equal(names["out"], model.generate(**inputs, max_new_tokens=24))
+
+
+@pytest.mark.parametrize(
+    "names, fits, reason",
+    [
+        (["model.embed_tokens.weight", "mtp.fc.weight"], True, None),
+        (["model.embed_tokens.weight"], False, "holds no `mtp.*` tensors"),
+        (None, None, "its weights tell"),
+    ],
+)
+def test_multi_token_prediction_layers_from_the_index_alone(names, fits, reason, tmp_path):
+    folder = published("Qwen3-Next-80B-A3B-Instruct", tmp_path)
+    if names is not None:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    report = hf_ddtree.check(folder, "mtp")
+    assert report.drafter_fits is fits
+    assert report.drafter_reason is None if reason is None else reason in report.drafter_reason
+    assert (report.call is None) == (fits is False)
+    calls = [suggestion.call for suggestion in hf_ddtree.check(folder).suggestions]
+    assert ("drafter = hf_ddtree.load_drafter('mtp', target_model=model)" in calls) == (fits is not False)
+    if fits:
+        assert hf_ddtree.check(folder, folder).drafter_fits
+
+
+def test_multi_token_prediction_layers_from_the_header_of_one_file(tmp_path):
+    folder = published("Qwen3.5-9B", tmp_path)
+    for name, fits in (("mtp.fc.weight", True), ("model.norm.weight", False)):
+        save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
+        assert hf_ddtree.check(folder, "mtp").drafter_fits is fits
+
+
+def test_what_loading_refuses_by_the_configuration_does_not_fit():
+    model = make_model("llama", "sdpa")
+    with pytest.raises(ValueError) as raised:
+        hf_ddtree.load_drafter("mtp", target_model=model)
+    report = hf_ddtree.check(model, "mtp")
+    assert report.drafter_fits is False and report.drafter_reason == str(raised.value)
+    result = TestCommand().run("demo", "--drafter", "mtp")
+    assert result.exit_code == 1 and "does not fit" in result.output and "load_drafter" not in result.output
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_drafter_as_large_as_its_target_cannot_pay(is_loaded, tmp_path):
+    target = make_model("llama", "sdpa")
+    drafter = target
+    if not is_loaded:
+        target.save_pretrained(tmp_path)
+        drafter = tmp_path
+    (note,) = hf_ddtree.check(target, drafter).notes
+    assert "makes decoding slower, however well it drafts" in note
+    assert not hf_ddtree.check(PAIR / "target", PAIR / "drafter").notes
 
 
 def test_models_that_transformers_does_not_know(tmp_path):

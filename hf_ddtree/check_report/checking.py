@@ -11,10 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..budget.auto import AutoBudget
 from ..configuration import DDTreeConfig
 from ..drafter_kinds import check_checkpoint_fits, checkpoint_kind, drafter_kind
+from ..drafters.mtp.checkpoint import OWN_CHECKPOINT, check_mtp_fits, holds_mtp_layers
 from ..interop.models import attention_implementation
 from ..interop.wrappers import unwrapped
 from ..target.requirements import check_target
-from .facts import layer_kinds, notes_on
+from .facts import layer_kinds, note_cost, notes_on
 from .meta_model import NotBuilt, build_without_weights, config_of
 from .report import CheckReport
 from .suggestions import drafter_loading_of, generate_call, loading_of, suggestions_for
@@ -64,10 +65,12 @@ def check(
         "attn_implementation": attention_implementation(twin.config.get_text_config()),
         "notes": notes_on(twin, config),
     }
+    path = str(model) if isinstance(model, str | os.PathLike) else model.name_or_path or None
     layer_ids: Sequence[int] = ()
     if drafter is not None:
         found |= _kind_of(drafter)
-        layer_ids, found["drafter_fits"], found["drafter_reason"] = _fit(drafter, twin)
+        fit = _fit(drafter, twin, path, found["notes"])
+        layer_ids, found["drafter_fits"], found["drafter_reason"] = fit
     try:
         check_target(model if isinstance(model, PreTrainedModel) else twin)
         most_nodes = AutoBudget().most_nodes if tree_budget == "auto" else tree_budget
@@ -79,7 +82,7 @@ def check(
     if found["drafter_fits"] is False:
         return CheckReport(**found, supported=True)
     if drafter is None:
-        found["suggestions"] = tuple(suggestions_for(twin, has_mtp=False))
+        found["suggestions"] = tuple(suggestions_for(twin, holds_mtp_layers(path, twin)))
     lines = ["import hf_ddtree"]
     if not isinstance(model, PreTrainedModel) and auto_class is not None:
         lines += loading_of(found["model"], found["attn_implementation"], auto_class)
@@ -105,16 +108,45 @@ def _kind_of(drafter: Any) -> dict[str, str]:
     return {"drafter_kind": kind.name, "drafter_tree": kind.tree}
 
 
-def _fit(drafter: Any, target: PreTrainedModel) -> tuple[Sequence[int], bool | None, str | None]:
-    """The target's layers that the drafter reads, whether it fits, and why not."""
+def _fit(
+    drafter: Any, target: PreTrainedModel, path: str | None, notes: list[str]
+) -> tuple[Sequence[int], bool | None, str | None]:
+    """The target's layers that the drafter reads, whether it fits, and why not; what else to know goes into the notes.
+
+    Args:
+        drafter: As of `check`.
+        target: The target without weights.
+        path: Where the target comes from, if that is known.
+        notes: The notes of the report.
+    """
     try:
         if not isinstance(drafter, str | os.PathLike):
+            note_cost(drafter, target, notes)
             # Weights are not asked for, of the drafter either.
             generator = drafter_kind(drafter).make_generator(drafter, target, DDTreeConfig(), None)
             return generator.feature_layers, True, None
+        if str(drafter) in (OWN_CHECKPOINT, path) and (verdict := _mtp_verdict(str(drafter), path, target)):
+            return (), *verdict
         config = check_checkpoint_fits(drafter, target)
     except ValueError as error:
         return (), False, str(error)
     if config is None:
         return (), None, "Only loading it can tell."
+    note_cost(config, target, notes)
     return getattr(config, "target_layer_ids", None) or (), True, None
+
+
+def _mtp_verdict(drafter: str, path: str | None, target: PreTrainedModel) -> tuple[bool | None, str | None] | None:
+    """Whether the target's own layers can draft, and why not; None if its checkpoint is meant as a language model."""
+    holds = holds_mtp_layers(path, target)
+    if holds:
+        return True, None
+    if holds is None:
+        return None, "Its family has multi-token-prediction layers. Whether this checkpoint does, its weights tell."
+    if drafter != OWN_CHECKPOINT:
+        return None
+    check_mtp_fits(None, target)
+    return False, (
+        f"The checkpoint {path!r} holds no `mtp.*` tensors, so there are no multi-token-prediction layers to load. "
+        "Quantized copies often lack them: name the original checkpoint, or use another drafter."
+    )

@@ -6,8 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..interop.models import is_stateful
 from ..target.layers import first_changing_position, layer_types
@@ -65,3 +66,18 @@ def notes_on(model: PreTrainedModel, config: PreTrainedConfig) -> list[str]:
                 "the output head, in `llm_int8_skip_modules`."
             )
     return notes
+
+
+def note_cost(drafter: PreTrainedModel | PreTrainedConfig, target: PreTrainedModel, notes: list[str]) -> None:
+    """Notes if a language model that drafts is as large as its target."""
+    if isinstance(drafter, PreTrainedConfig):
+        if type(drafter) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return
+        with torch.device("meta"):
+            drafter = AutoModelForCausalLM.from_config(drafter)
+    own, others = drafter.num_parameters(), target.num_parameters()
+    if own >= others:
+        notes.append(
+            f"The drafter has {own / 1e9:.3g} billion parameters, its target {others / 1e9:.3g}. It runs for every "
+            "level of a tree, so it makes decoding slower, however well it drafts. Choose one several times smaller."
+        )

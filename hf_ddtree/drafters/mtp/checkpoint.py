@@ -77,6 +77,7 @@ def load_mtp(checkpoint: Checkpoint, config: None, target_model: PreTrainedModel
             "MTP layers share the target's embeddings and head, but no target is given. Pass the loaded target as "
             "`target_model`."
         )
+    check_mtp_fits(config, target_model)
     name = type(target_model).__name__
     target_config = target_model.config.get_text_config()
     if checkpoint.path == OWN_CHECKPOINT:
@@ -89,14 +90,60 @@ def load_mtp(checkpoint: Checkpoint, config: None, target_model: PreTrainedModel
     device = execution_device(decoder_layers(target_model)[-1])
     if target_config.model_type in MTP_FAMILIES:
         drafter = _from_mtp_tensors(checkpoint, target_model)
-    elif getattr(target_config, "num_mtp_layers", None):
-        drafter = _from_transformers(checkpoint, target_model)
     else:
-        raise ValueError(
-            f"The target, a {name}, has no MTP layers that are known: its config has no `num_mtp_layers`, and its "
-            f"family is none of {', '.join(MTP_FAMILIES)}. Use another drafter."
-        )
+        drafter = _from_transformers(checkpoint, target_model)
     return drafter.to(device).eval()
+
+
+def check_mtp_fits(config: None, target_model: PreTrainedModel) -> None:
+    """Refuses a target whose configuration says that it has no MTP layers that can be loaded.
+
+    Args:
+        config: Not needed: the layers are configured as the target is.
+        target_model: The target, whose weights may be on the meta device.
+
+    Raises:
+        ValueError: If its family holds no MTP layers, as far as is known.
+    """
+    target_config = target_model.config.get_text_config()
+    if target_config.model_type not in MTP_FAMILIES and not getattr(target_config, "num_mtp_layers", None):
+        raise ValueError(
+            f"The target, a {type(target_model).__name__}, has no MTP layers that are known: its config has no "
+            f"`num_mtp_layers`, and its family is none of {', '.join(MTP_FAMILIES)}. Use another drafter."
+        )
+
+
+def holds_mtp_layers(path: str | None, target_model: PreTrainedModel) -> bool | None:
+    """Whether a target's checkpoint holds MTP layers, as far as its config and the index of its weights tell.
+
+    No weights are read or fetched.
+
+    Args:
+        path: The folder or repository; None if it is not known.
+        target_model: The target, whose weights may be on the meta device.
+
+    Returns:
+        None if only the weights can tell.
+    """
+    try:
+        check_mtp_fits(None, target_model)
+    except ValueError:
+        return False
+    if target_model.config.get_text_config().model_type not in MTP_FAMILIES:
+        return True
+    if not path:
+        return None
+    try:
+        if index := cached_file_if_any(path, "model.safetensors.index.json"):
+            with open(index, encoding="utf-8") as file:
+                return any(name.startswith("mtp.") for name in json.load(file)["weight_map"])
+        weights = cached_file_if_any(path, "model.safetensors", local_files_only=True)
+    except OSError:
+        return None
+    if weights is None:
+        return None
+    with safe_open(weights, framework="pt") as file:
+        return any(name.startswith("mtp.") for name in file.keys())
 
 
 def _from_transformers(checkpoint: Checkpoint, target_model: PreTrainedModel) -> MTPDrafter:
