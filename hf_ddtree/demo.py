@@ -11,6 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from .drafter_kinds import load_drafter
 from .drafters import DFlashDraftModel
 
+# Prompts by how varied standard decoding's continuation is, one of each module, as `scripts/choose_demo_prompts.py`
+# finds them.
+MOST_VARIED = (73, 20, 77, 5, 0, 69, 125, 90, 79, 112)
+# Before the next method of a class.
+END_OF_FUNCTION = ("\n\n    def ", "\n\n    @")
+
 _PAIR = files("hf_ddtree") / "demo_pair"
 
 
@@ -44,3 +50,11 @@ def demo_prompts() -> list[dict[str, str]]:
     """
     lines = (_PAIR / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def varied_prompts() -> list[dict[str, str]]:
+    """The same, those first whose continuation by standard decoding repeats itself least."""
+    prompts = demo_prompts()
+    return [prompts[index] for index in MOST_VARIED] + [
+        entry for index, entry in enumerate(prompts) if index not in MOST_VARIED
+    ]

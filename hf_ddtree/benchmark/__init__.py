@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .prompts import prompt_of as prompt_of
     from .report import Report as Report
     from .run import benchmark as benchmark
+    from .sample_statistics import distinct_share as distinct_share
     from .sample_statistics import quartiles as quartiles
     from .sample_statistics import sign_test as sign_test
 
@@ -26,6 +27,7 @@ _MODULES = {
     "benchmark": "run",
     "compare": "comparison",
     "describe_machine": "machine",
+    "distinct_share": "sample_statistics",
     "load_prompts": "prompts",
     "make_methods": "methods",
     "prompt_of": "prompts",

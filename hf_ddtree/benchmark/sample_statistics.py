@@ -1,10 +1,10 @@
-"""Quartiles, and what is more than chance."""
+"""Quartiles, what is more than chance, and how varied a text is."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
@@ -23,3 +23,9 @@ def sign_test(faster: int, slower: int) -> float:
         return 1.0
     tail = sum(math.comb(total, count) for count in range(min(faster, slower) + 1)) / 2**total
     return min(1.0, 2 * tail)
+
+
+def distinct_share(token_ids: Sequence[int], length: int = 6) -> float:
+    """The share of distinct n-grams of this length among all: 1 if none is repeated, near 0 in a loop."""
+    grams = [tuple(token_ids[at : at + length]) for at in range(len(token_ids) - length + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0

@@ -154,12 +154,11 @@ def _load(
     device_map: str | None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, PreTrainedModel], list[str], list[str]]:
     """Target, tokenizer, drafters, prompts and names of methods; what is wrong is said before weights are read."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from ..benchmark import load_prompts
     from ..benchmark.methods import check_methods
     from ..demo import demo_folders, demo_prompts
     from ..drafter_kinds import load_drafter
+    from .loading import load_target
 
     if target == "demo":
         target, shipped = demo_folders()
@@ -171,10 +170,7 @@ def _load(
     for name in drafters:
         check_repository("drafter", name, "--drafter")
     texts = [entry["prompt"] for entry in demo_prompts()[:limit]] if prompts is None else load_prompts(prompts, limit)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    model, tokenizer = load_target(target, dtype, device_map)
     loaded = {label: load_drafter(name, target_model=model) for label, name in _labels(drafters).items()}
     return model, tokenizer, loaded, texts, names
 

@@ -2,125 +2,186 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from .options import DeviceMap, Dtype, check_repository, usage_error
 from .terminal import make_console
 
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..output import DDTreeStats
     from ..tree.draft_tree import DraftTree
+    from .comparison import Contestant, Run
 
-SEED = 0
+# What a chat model is asked.
+QUESTIONS = (
+    "Write a Python function that merges two sorted lists, with a docstring and a test.",
+    "Explain in three short paragraphs how a hash table works.",
+    "Plan a vegetarian dinner for four and list what to buy.",
+)
 
 
 def demo(
-    prompt: Annotated[str | None, typer.Option(help="Complete this instead of the code that ships.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="A model of your own: a repository of the Hub or a folder.", show_default="the pair that ships"
+        ),
+    ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help="Its drafter: a repository of the Hub, a folder or `mtp`.", show_default="none: prompt lookup"
+        ),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="A prompt of your own, in place of those that ship.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many of those that ship.")] = 3,
     budget: Annotated[int, typer.Option(min=1, help="Most nodes drafted in a round.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 128,
-    prompts: Annotated[int, typer.Option(min=1, help="How many of the prompts that ship to complete.")] = 3,
-    sample: Annotated[bool, typer.Option("--sample", help="Sample, both with the same seed.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample on every prompt, with the same seed.")] = False,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
 ) -> None:
-    """Complete code that the shipped pair has never seen, by standard decoding and by ddtree, and compare."""
+    """Generate by standard decoding and by ddtree, side by side, and compare tokens and time.
+
+    Without `--target` the pair that ships completes code that it has never seen.
+    The exit status is 1 if a token differs in float32.
+    """
+    if prompt is not None and not prompt.strip():
+        raise typer.BadParameter("The prompt is empty. Give it at least one character.", param_hint="--prompt")
     from transformers.utils import logging
 
-    from ..demo import demo_prompts, load_demo
+    from .comparison import compare, encode, warm_up
 
-    if prompt == "":
-        raise typer.BadParameter("The prompt is empty. Give it at least one character.", param_hint="--prompt")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     console = make_console()
-    model, drafter, tokenizer = load_demo()
-    options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "return_dict_in_generate": True}
-    ddtree_options = {
-        "assistant_model": drafter,
-        "generation_strategy": "ddtree",
-        "tree_budget": budget,
-        "return_trees": True,
-    }
-    chosen = [{"prompt": prompt, "module": "--prompt"}] if prompt is not None else demo_prompts()[:prompts]
+    try:
+        setting = _load(target, drafter, budget, dtype, device_map)
+        chosen = _prompts(setting, prompt, prompts)
+        warm_up(setting.model, encode(setting.model, setting.tokenizer, chosen[0][1]), setting.contestants)
+    except (ImportError, OSError, ValueError) as error:
+        raise usage_error(error) from error
 
-    plain_runs, ddtree_runs = [], []
-    for place, entry in enumerate(chosen, start=1):
-        inputs = tokenizer(entry["prompt"], return_tensors="pt").to(model.device)
-        if place == 1:
-            for warm_up in ({}, ddtree_options):
-                model.generate(**inputs, **{**options, "max_new_tokens": 8}, **warm_up)
-        console.rule(f"[bold]{place} of {len(chosen)}: {entry['module']}")
-        console.print(Text(entry["prompt"], style="dim"), soft_wrap=True)
-        plain_runs.append(_stream(console, "plain generate()", "cyan", model, tokenizer, inputs, options))
-        ddtree_runs.append(_stream(console, "ddtree", "green", model, tokenizer, inputs, options | ddtree_options))
+    def run(title: str, text: str, **options: Any) -> list[Run]:
+        console.rule(Text(title, style="bold"))
+        console.print(Text(text.strip("\n"), style="dim"), soft_wrap=True)
+        console.print()
+        inputs = encode(setting.model, setting.tokenizer, text)
+        options["max_new_tokens"] = max_new_tokens
+        return compare(console, setting.model, setting.tokenizer, inputs, setting.contestants, options)
 
-    console.rule("[bold]one round's tree")
-    _draw_best_round(console, tokenizer, ddtree_runs)
-    console.rule("[bold]result")
-    identical = [plain.token_ids == tree.token_ids for plain, tree in zip(plain_runs, ddtree_runs)]
-    console.print(_comparison(plain_runs, ddtree_runs))
-    if all(identical):
-        console.print("[bold green]Identical[/]: every token is the one that plain generate() gives.")
-    else:
-        console.print(f"[bold red]Not identical[/] on {identical.count(False)} of {len(identical)} prompts.")
-        raise typer.Exit(code=1)
-
-
-@dataclass
-class _Run:
-    """One completion: its new tokens, how long it took, and the `ddtree_stats` of tree decoding."""
-
-    token_ids: list[int]
-    seconds: float
-    stats: DDTreeStats | None
-
-
-def _stream(
-    console: Console,
-    title: str,
-    style: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    inputs: Any,
-    options: dict[str, Any],
-) -> _Run:
-    import torch
-
-    from .streaming import ConsoleStreamer
-
-    console.rule(f"[{style}]{title}", style="dim")
-    torch.manual_seed(SEED)
-    start = time.perf_counter()
-    out = model.generate(**inputs, **options, streamer=ConsoleStreamer(tokenizer, console, style))
-    seconds = time.perf_counter() - start
-    token_ids = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    console.print(f"[dim]{len(token_ids)} tokens in {seconds:.2f} s, {len(token_ids) / seconds:.1f} tokens/s")
-    return _Run(token_ids, seconds, getattr(out, "ddtree_stats", None))
-
-
-def _comparison(plain_runs: list[_Run], ddtree_runs: list[_Run]) -> Table:
-    table = Table("", "tokens/s", "speedup", "tokens per target forward")
-    speeds = [
-        sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
-        for runs in (plain_runs, ddtree_runs)
+    how = ", sampled, each with the same seed"
+    runs = [
+        run(f"{place} of {len(chosen)}: {title}{how * sample}", text, do_sample=sample, **setting.stopping)
+        for place, (title, text) in enumerate(chosen, start=1)
     ]
-    lengths = [length for run in ddtree_runs if run.stats for length in run.stats.accepted_lengths]
-    table.add_row("plain generate()", f"{speeds[0]:.1f}", "", "1")
-    table.add_row(
-        "ddtree", f"{speeds[1]:.1f}", f"{speeds[1] / speeds[0]:.2f}x", f"{sum(lengths) / max(1, len(lengths)):.2f}"
-    )
+    title, text = chosen[0]
+    sampled = [] if sample else [run(f"{title}{how}", text, do_sample=True)]
+    console.rule("[bold]one round's tree")
+    _draw_best_round(console, setting.tokenizer, [of_prompt[1] for of_prompt in runs])
+    console.rule("[bold]result")
+    console.print(_result_table(setting.contestants, runs, sampled))
+    _conclude(console, setting.model, [*runs, *sampled])
+
+
+class _Setting(NamedTuple):
+    """What is compared: the target, and the methods, of which the first is standard decoding."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    contestants: list[Contestant]
+    stopping: dict[str, Any]
+    ships: bool
+
+
+def _load(target: str | None, drafter: str | None, budget: int, dtype: str, device_map: str | None) -> _Setting:
+    from ..demo import END_OF_FUNCTION, demo_folders
+    from ..drafter_kinds import load_drafter
+    from .comparison import Contestant
+    from .loading import load_target
+
+    ships = target is None
+    if target is None:
+        target, shipped = demo_folders()
+        drafter = drafter or shipped
+        dtype = "float32" if dtype == "auto" else dtype
+    check_repository("target", target, "--target")
+    if drafter is not None:
+        check_repository("drafter", drafter, "--drafter")
+    model, tokenizer = load_target(target, dtype, device_map)
+    knobs = {"generation_strategy": "ddtree", "tree_budget": budget, "return_trees": True}
+    lookup = Contestant("prompt lookup", "green", {**knobs, "tree_lookup": True})
+    contestants = [Contestant("standard decoding", "cyan")]
+    if drafter is not None:
+        loaded = load_drafter(drafter, target_model=model)
+        contestants.append(Contestant("ddtree", "green", {**knobs, "assistant_model": loaded}))
+    stopping = {"stop_strings": list(END_OF_FUNCTION), "tokenizer": tokenizer} if ships else {}
+    return _Setting(model, tokenizer, [*contestants, lookup], stopping, ships)
+
+
+def _prompts(setting: _Setting, prompt: str | None, count: int) -> list[tuple[str, str]]:
+    """Titles and texts of prompts: the user's, questions for a chat model, or code to complete."""
+    from ..demo import varied_prompts
+
+    if prompt is not None:
+        return [("--prompt", prompt)]
+    if setting.tokenizer.chat_template:
+        return [("a question", question) for question in QUESTIONS[:count]]
+    return [(entry["module"], entry["prompt"]) for entry in varied_prompts()[:count]]
+
+
+def _result_table(contestants: Sequence[Contestant], runs: list[list[Run]], sampled: list[list[Run]]) -> Table:
+    table = Table("", "tokens/s", "speedup", "tokens per\nforward", "same\ntokens")
+    for of_all, suffix in ((runs, ""), (sampled, ", sampled")):
+        if not of_all:
+            continue
+        standard = [of_prompt[0] for of_prompt in of_all]
+        for place, contestant in enumerate(contestants):
+            own = [of_prompt[place] for of_prompt in of_all]
+            lengths = [length for run in own if run.stats is not None for length in run.stats.accepted_lengths]
+            same = sum(run.token_ids == other.token_ids for run, other in zip(own, standard))
+            table.add_row(
+                contestant.title + suffix,
+                f"{_speed(own):.1f}",
+                f"{_speed(own) / _speed(standard):.2f}x" if place else "",
+                f"{sum(lengths) / len(lengths):.2f}" if lengths else "" if place else "1.00",
+                f"{same} of {len(own)}" if place else "",
+            )
     return table
 
 
-def _draw_best_round(console: Console, tokenizer: PreTrainedTokenizerBase, runs: list[_Run]) -> None:
-    """Draws the round that accepted most of those whose path strays from the drafter's best chain, if any does."""
-    from ..visualize import draw_tree
+def _speed(runs: list[Run]) -> float:
+    return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
+
+
+def _conclude(console: Console, model: PreTrainedModel, runs: list[list[Run]]) -> None:
+    """Says whether all tokens are the same; the process fails if not, where rounding cannot explain it."""
+    import torch
+
+    different = sum(run.token_ids != of_prompt[0].token_ids for of_prompt in runs for run in of_prompt[1:])
+    if not different:
+        console.print("[bold green]Identical[/]: every token is the one that standard decoding gives.")
+        return
+    compared = sum(len(of_prompt) - 1 for of_prompt in runs)
+    console.print(f"[bold red]Not identical[/] in {different} of {compared} outputs.")
+    if model.dtype == torch.float32:
+        raise typer.Exit(code=1)
+    console.print(
+        f"In {str(model.dtype).removeprefix('torch.')} rounding can tip near ties, in standard decoding as well: "
+        "docs/targets.md. `--dtype float32` compares exactly."
+    )
+
+
+def _draw_best_round(console: Console, tokenizer: PreTrainedTokenizerBase, runs: list[Run]) -> None:
+    """Draws the round that accepted most of those whose path leaves the drafter's best chain, if any does."""
+    from ..visualize import CHECK_MARK, draw_tree, encodable
 
     rounds = []
     for run in runs:
@@ -128,18 +189,23 @@ def _draw_best_round(console: Console, tokenizer: PreTrainedTokenizerBase, runs:
             continue
         roots = [int(trees[0].token_ids[0]) for trees in run.stats.trees]
         for trees, paths, next_root in zip(run.stats.trees, run.stats.accepted_paths, [*roots[1:], None]):
-            rounds.append((trees[0], paths[0], next_root))
+            if trees[0].num_drafted:
+                rounds.append((trees[0], paths[0], next_root))
     if not rounds:
-        console.print("The output ended before a tree was drafted.")
+        console.print(
+            "The output ended before a tree was drafted: the forward over the prompt gives the first token, and "
+            "nothing was there to draft the others from."
+        )
         return
-    tree, path, next_token_id = max(rounds, key=lambda entry: (_strays(*entry[:2]), len(entry[1])))
+    tree, path, next_token_id = max(rounds, key=lambda entry: (_leaves_best_chain(*entry[:2]), len(entry[1])))
     console.print(draw_tree(tree, tokenizer, path, next_token_id))
     console.print(
-        f"[dim]Of {tree.num_drafted} drafted tokens, the target took {len(path) - 1} (✓) and then picked its own, "
-        "all in one forward. Percentages are the drafter's, for the whole path."
+        f"[dim]Of {tree.num_drafted} drafted tokens, the target accepted {len(path) - 1} "
+        f"({encodable(CHECK_MARK, console.encoding)}) and then picked its own, all in one forward. Percentages are "
+        "the drafter's, for the whole path."
     )
 
 
-def _strays(tree: DraftTree, path: list[int]) -> bool:
+def _leaves_best_chain(tree: DraftTree, path: list[int]) -> bool:
     """Whether some node of the path is not the most probable child of its parent, which comes first."""
     return any(tree.children(parent)[0] != child for parent, child in zip(path, path[1:]))

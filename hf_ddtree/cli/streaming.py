@@ -1,19 +1,87 @@
-"""Text in a terminal while it is generated."""
+"""Texts side by side in a terminal, while they are generated."""
 
 from __future__ import annotations
 
-from rich.console import Console
+import time
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from ..visualize import encodable
 
-class ConsoleStreamer(TextStreamer):
-    """Prints text as it is generated, in one style."""
+GAP = "  "
+# Drawing takes time from who generates.
+SECONDS_BETWEEN_DRAWINGS = 0.05
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console, style: str) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+class SideBySide:
+    """Columns of text that grow; on a terminal while they do, else drawn once at the end.
+
+    Args:
+        console: Where to draw.
+        columns: Title and style of each column.
+    """
+
+    def __init__(self, console: Console, columns: Sequence[tuple[str, str]]) -> None:
         self._console = console
-        self._style = style
+        self._titles = [Text(title, style=f"bold {style}") for title, style in columns]
+        self._texts = [Text(style=style) for _, style in columns]
+        self._footers = [Text(style="dim") for _ in columns]
+        self._live = Live(self, console=console, auto_refresh=False, vertical_overflow="visible")
+        self._is_growing = False
+        self._drawn = 0.0
+
+    def __enter__(self) -> SideBySide:
+        self._is_growing = True
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_growing = False
+        self._live.stop()
+        if not self._console.is_terminal:
+            self._console.line()
+
+    def add(self, column: int, text: str) -> None:
+        """Appends to a column."""
+        self._texts[column].append(encodable(text, self._console.encoding))
+        if time.perf_counter() - self._drawn > SECONDS_BETWEEN_DRAWINGS:
+            self._live.refresh()
+            self._drawn = time.perf_counter()
+
+    def end(self, column: int, footer: str) -> None:
+        """Puts a line below a column that is complete."""
+        self._footers[column].append(footer)
+        self._live.refresh()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = (options.max_width - len(GAP) * (len(self._texts) - 1)) // len(self._texts)
+        columns = [list(text.wrap(console, width)) for text in self._texts]
+        height = max(map(len, columns))
+        # A terminal cannot redraw what has scrolled out of it.
+        first = max(0, height - (console.height - 4)) if self._is_growing else 0
+        for parts in (self._titles, *zip_longest(*(lines[first:] for lines in columns)), self._footers):
+            line = Text(no_wrap=True, overflow="crop")
+            for part in parts:
+                line.append(GAP if line else "")
+                cell = Text() if part is None else part.copy()
+                cell.truncate(width, pad=True)
+                line.append_text(cell)
+            line.rstrip()
+            yield line
+
+
+class ColumnStreamer(TextStreamer):
+    """Streams what `generate()` emits into a column."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, view: SideBySide, column: int) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._view = view
+        self._column = column
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._console.print(Text(text, style=self._style), end="\n" if stream_end else "", soft_wrap=True)
+        self._view.add(self._column, text)
