@@ -18,13 +18,14 @@ from typing import Annotated, Any
 import typer
 from auto_budget import conclude
 from measure import against, summarise
+from repetition import group
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = "README.md", "docs/benchmarks.md", "docs/compile.md", "docs/drafters.md", "docs/targets.md", "docs/trees.md"
 BLOCK = re.compile(r"(?P<begin><!-- figures: (?P<name>\w+) -->\n).*?(?P<end><!-- end of figures -->)", re.DOTALL)
-LABELS = {"plain": "plain `generate()`", "chain": 'chain (`"dflash"`)', "auto": '`"auto"`, warmed'}
-LABELS |= {"auto, first use": '`"auto"`, first use'}
+LABELS = {"plain": "standard decoding", "chain": 'chain (`"dflash"`)', "auto": '`"auto"`, warmed'}
+LABELS |= {"auto, first use": '`"auto"`, first use', "lookup": "prompt lookup"}
 Block = Callable[[Any], Iterator[str]]
 
 
@@ -115,6 +116,35 @@ def auto_budget(results: Any) -> Iterator[str]:
     times = ", ".join(f"{of_tree / methods['plain']['round_ms']['target']:.2f}" for of_tree in target_ms.values())
     yield ""
     yield f"On code, the target's forward over trees of {nodes} nodes takes {times} times as long as over a token."
+
+
+def repetition(results: Any) -> Iterator[str]:
+    """Tokens per forward and speed of each method, by how repetitive standard decoding's text is."""
+    runs = results["runs"]
+    yield f"`{results['about']['command']}`, {amount(runs)}; {machine_of(results['about'])}:"
+    yield ""
+    groups = group(runs)
+    names = [name for name in dict.fromkeys(run["method"] for run in runs) if name != "plain"]
+    columns = [column for name in names for column in (f"{method_label(name)}: tokens per forward", "speed")]
+
+    def cells(of_group: list[dict[str, Any]]) -> Iterator[str]:
+        methods = summarise(of_group)
+        for name in names:
+            yield tokens_cell(methods[name])
+            yield f"{methods[name]['together']['against_plain']:.2f}x"
+
+    yield from rows(
+        ("text", "prompts", "distinct 6-grams", *columns),
+        (
+            (
+                name,
+                len({run["prompt"] for run in of_group}),
+                f"{min(run['distinct'] for run in of_group):.2f} - {max(run['distinct'] for run in of_group):.2f}",
+                *cells(of_group),
+            )
+            for name, of_group in groups.items()
+        ),
+    )
 
 
 def runs_by(results: Any, name: str) -> dict[str, list[dict[str, Any]]]:
@@ -482,6 +512,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         assisted,
         tree_building,
         drafters,
+        repetition,
         tree_probabilities,
         demo_replay,
     )

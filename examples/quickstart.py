@@ -1,4 +1,4 @@
-"""Completes a function with the pair that ships, by plain `generate()` and by tree, and compares the tokens."""
+"""Completes a function with the pair that ships, by standard decoding and by ddtree, and compares the tokens."""
 
 import time
 
@@ -30,9 +30,9 @@ print(tokenizer.decode(tree.sequences[0], skip_special_tokens=True))
 print()
 new_tokens = plain.sequences.shape[1] - inputs.input_ids.shape[1]
 lengths = tree.ddtree_stats.accepted_lengths
-print(f"plain:  {new_tokens / plain_seconds:6.1f} tokens/s, 1 token per forward of the target")
+print(f"standard: {new_tokens / plain_seconds:6.1f} tokens/s, 1 token per forward of the target")
 print(
-    f"ddtree: {new_tokens / tree_seconds:6.1f} tokens/s, "
+    f"ddtree:   {new_tokens / tree_seconds:6.1f} tokens/s, "
     f"{sum(lengths) / len(lengths):.2f} tokens per forward of the target"
 )
 

@@ -194,10 +194,10 @@ def run_on_cpu_and_disk(prompt: str) -> None:
             f"{folder}/target", device_map=device_map, offload_folder=f"{folder}/offloaded"
         )
         by_tree = decode(split, drafter, tokenizer, prompt, 16)
-        plain = whole.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=64, do_sample=False)
+        standard = whole.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=64, do_sample=False)
     print(f"{sum(parameter.is_meta for parameter in split.parameters())} tensors are on the disk.")
-    assert torch.equal(by_tree, plain)
-    print("The tokens are identical to plain decoding's on one device.")
+    assert torch.equal(by_tree, standard)
+    print("The tokens are identical to standard decoding's on one device.")
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def test_it_goes_on_where_it_was_stopped(demo: tuple[Any, Any, Any], tmp_path: P
         measure(demo, methods, output_dir=tmp_path, on_run=stop_at)
     before = (tmp_path / "runs-0.jsonl").read_text()
     written = [json.loads(line) for line in before.splitlines()]
-    # Of the second batch, the run that plain decoding's is still to be compared with.
+    # Of the second batch, the run that standard decoding's is still to be compared with.
     assert [(run["batch"], run["method"]) for run in written] == [(0, "plain"), (0, "tree:4"), (1, "tree:4")]
     assert not (tmp_path / "report.json").exists()
     (tmp_path / "runs-0.jsonl").write_text(before + '{"temperature": 0.0, "bat')

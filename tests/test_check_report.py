@@ -261,7 +261,7 @@ def test_the_call_without_a_drafter_runs(tmp_path):
     [
         (["model.embed_tokens.weight", "mtp.fc.weight"], True, None),
         (["model.embed_tokens.weight"], False, "holds no `mtp.*` tensors"),
-        (None, None, "its weights tell"),
+        (None, None, "as its family does, is not known"),
     ],
 )
 def test_multi_token_prediction_layers_from_the_index_alone(names, fits, reason, tmp_path):

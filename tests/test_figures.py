@@ -49,6 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         script("long_context").main(repeats=1, output=folder / "long_context.json")
         script("tree_building").main(repeats=1, output=folder / "tree_building.json")
         script("assisted").main(prompts=1, tokens=16, accuracy=0.5, small=True, output=folder / "assisted.json")
+        script("repetition").main(prompts=3, tokens=12, output=folder / "repetition.json")
     return folder
 
 
@@ -57,11 +58,13 @@ def load(results: Path, name: str) -> Any:
 
 
 def test_every_run_is_kept_with_what_it_was(results: Path) -> None:
-    for name in ("auto_budget", "context", "tree_operator", "long_context", "tree_building", "assisted"):
+    names = "auto_budget", "context", "tree_operator", "long_context", "tree_building", "assisted", "repetition"
+    for name in names:
         about = load(results, name)["about"]
         assert about["command"] == "python benchmarks/some.py --prompts 1"
         assert set(about["machine"]) >= {"device", "threads", "python", "torch", "transformers"}
-    runs = [run for name in ("auto_budget", "context", "assisted") for run in load(results, name)["runs"]]
+    timed = "auto_budget", "context", "assisted", "repetition"
+    runs = [run for name in timed for run in load(results, name)["runs"]]
     assert all(run["identical"] and run["seconds"] > 0 for run in runs)
     assert all(0 < run["round_ms"]["target"] < run["round_ms"]["whole"] for run in runs)
 
@@ -89,7 +92,7 @@ def test_methods_rotate_and_are_compared() -> None:
 
 
 def made_up_runs(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Runs of 100 tokens on as many prompts as there are seconds, in 100 rounds of plain decoding and 20 of others."""
+    """Runs of 100 tokens, a prompt for each number of seconds; standard decoding takes 100 rounds, others 20."""
     return [
         {
             "prompt": prompt,
@@ -138,6 +141,21 @@ def test_a_workload_is_added_to_the_file(results: Path) -> None:
         runs = [run for run in found["runs"] if run["workload"] == name]
         assert [run["method"] for run in runs] == ["plain", "chain", "tree:4", "tree:16", "auto, first use", "auto"]
         assert {run["tokens"] for run in runs} == {5}
+
+
+def test_prompts_are_grouped_by_how_repetitive_their_text_is(results: Path) -> None:
+    repetition = script("repetition")
+    shares = {0: 0.5, 1: 0.1, 2: 0.9, 3: 0.2, 4: 0.9, 5: 0.1}
+    runs = [
+        {"prompt": prompt, "method": method, "distinct": share}
+        for prompt, share in shares.items()
+        for method in repetition.METHODS
+    ]
+    prompts = {name: sorted({run["prompt"] for run in of}) for name, of in repetition.group(runs).items()}
+    assert prompts == {"repetitive": [1, 5], "in between": [0, 3], "varied": [2, 4]}
+    found = load(results, "repetition")
+    assert list(found["summary"]) == list(prompts) and len(found["runs"]) == 3 * len(repetition.METHODS)
+    assert all(0 < run["distinct"] <= 1 for run in found["runs"])
 
 
 def test_equal_drafters_are_right_equally_often(results: Path) -> None:

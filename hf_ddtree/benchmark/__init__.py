@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .sample_statistics import sign_test as sign_test
 
 # Imported when first asked for: the command line prints its help from `methods` and `prompts` without PyTorch.
-_MODULES = {
+_HOMES = {
     "DATASETS": "prompts",
     "Method": "methods",
     "Report": "report",
@@ -34,10 +34,10 @@ _MODULES = {
     "quartiles": "sample_statistics",
     "sign_test": "sample_statistics",
 }
-__all__ = list(_MODULES)
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

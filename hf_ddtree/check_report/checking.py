@@ -142,7 +142,7 @@ def _mtp_verdict(drafter: str, path: str | None, target: PreTrainedModel) -> tup
     if holds:
         return True, None
     if holds is None:
-        return None, "Its family has multi-token-prediction layers. Whether this checkpoint does, its weights tell."
+        return None, "Whether the checkpoint holds multi-token-prediction layers, as its family does, is not known."
     if drafter != OWN_CHECKPOINT:
         return None
     check_mtp_fits(None, target)

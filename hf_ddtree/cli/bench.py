@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import Progress
 from rich.text import Text
 
 from ..benchmark.methods import DEFAULTS, DEFAULTS_WITHOUT_DRAFTER, NAMES
@@ -64,6 +63,7 @@ def bench(
     decoding that samples: they draw in another order. The exit status is 1 if a
     token differs in float32.
     """
+    from rich.progress import Progress
     from transformers.utils import logging
 
     from .. import benchmark as measuring

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -68,7 +69,7 @@ def _print_calls(console: Console, report: CheckReport) -> None:
     if report.suggestions:
         console.print("\nA drafter gains more, passed as `assistant_model=drafter`:\n")
     for suggestion in report.suggestions:
-        console.print(Text(f"- {suggestion.what}"))
+        console.print(Text(textwrap.fill(f"- {suggestion.what}", console.width, subsequent_indent="  ")))
         if suggestion.call is not None:
             console.print(Text(f"  {suggestion.call}"), soft_wrap=True)
 
