@@ -47,6 +47,14 @@ def test_runs_as_a_module(module):
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, f"hf-ddtree {hf_ddtree.__version__}\n", "")
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["demo", "--help"], ["bench", "--help"]])
+def test_help_waits_for_no_model_library(arguments):
+    code = "import sys; from hf_ddtree.cli import app\n"
+    code += "try: app()\nfinally: print({'torch', 'transformers', 'numpy'} & set(sys.modules), file=sys.stderr)"
+    finished = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert (finished.returncode, finished.stderr) == (0, "set()\n")
+
+
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.exit_code == 0
