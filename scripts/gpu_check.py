@@ -3,10 +3,11 @@
     python scripts/gpu_check.py --output gpu_check.json
     python scripts/gpu_check.py --device cpu --quick      # the same code on tiny models, as the tests run it
 
-1. Every core family in bfloat16 and float16, random weights: tree decoding against plain decoding. Rounding depends on
+1. Every core family in bfloat16 and float16, random weights: tree decoding against standard decoding. Rounding
+depends on
    how many tokens a forward is fed, so near ties may go either way. At the first difference, the logits of the two
-   tokens must lie within twice the noise measured for that model: how far the logits of plain decoding are from those
-   of one forward over the same tokens, in the same dtype and in float32.
+   tokens must lie within twice the noise measured for that model: how far the logits of standard decoding are from
+   those of one forward over the same tokens, in the same dtype and in float32.
 2. Times that a round makes the host wait for the GPU (PyTorch's `set_sync_debug_mode`). With the pair that ships it
    shall be two: one for the draft, one for the walk. The drafter of the random hybrids looks at tokens on the host.
 3. Memory that a node of the tree takes while it is verified.
@@ -15,8 +16,8 @@
 5. Each `attn_implementation` that is installed, over contexts of 8,192 and 32,768 tokens with 16 query heads and 4 key
    heads of 256: time of a tree's forward and of a token's. The logits must be as close to those in float32 as those
    of Transformers' own attention function, up to a factor of two.
-6. Speed: plain decoding, chain, trees of several budgets, on the pair that ships and on random Qwen3.5 hybrids of half
-   a billion and of about three billion parameters, whose drafter is right as often as it is told to be; with CUDA
+6. Speed: standard decoding, chain, trees of several budgets, on the pair that ships and on random Qwen3.5 hybrids of
+   half a billion and of about three billion parameters, whose drafter is right as often as it is told to be; with CUDA
    graphs as well.
 
 Exits with an error if a family fails the first check, if trees differ, or if an attention is not close enough.
@@ -127,7 +128,7 @@ def make_model(family: str, device: str, dtype: torch.dtype, layers: int, hidden
 
 
 def compare(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> dict[str, Any]:
-    """Tree decoding against plain decoding: where they part, and whether that is a near tie."""
+    """Tree decoding against standard decoding: where they part, and whether that is a near tie."""
     options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     plain = model.generate(prompt, max_new_tokens=new_tokens, **options)
     start, vocab_size = prompt.shape[1], model.config.get_text_config().vocab_size
@@ -158,7 +159,7 @@ def compare(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> dict[str
     if first < new_tokens:
         one, other = (int(output.sequences[0, start + first]) for output in (plain, tree))
         result["gap"] = float(logits[first, one] - logits[first, other])
-    # Plain decoding and tree decoding may be off by the noise each, wherever one logit is compared with another.
+    # Standard decoding and tree decoding may be off by the noise each, wherever one logit is compared with another.
     result["passed"] = result["gap"] <= 2 * noise and result["largest_error"] <= 2 * noise
     return result
 
@@ -486,7 +487,7 @@ def main(
         "rounds": [],
         "speed": {},
     }
-    show("tree against plain decoding", report["families"])
+    show("tree against standard decoding", report["families"])
     show("trees where the candidates are, and on the host", report["tree_search"])
     show("attention over long contexts", report["attention"])
     for name, bench in make_benches(device, quick):
@@ -513,7 +514,7 @@ def main(
         raise SystemExit("An attention over a tree is further from float32 than Transformers' own function.")
     failed = [f"{row['family']} in {row['dtype']}" for row in report["families"] if not row["passed"]]
     if failed:
-        raise SystemExit(f"Tree decoding differs from plain decoding by more than noise: {', '.join(failed)}.")
+        raise SystemExit(f"Tree decoding differs from standard decoding by more than noise: {', '.join(failed)}.")
 
 
 if __name__ == "__main__":

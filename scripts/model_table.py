@@ -1,9 +1,9 @@
-"""Tries every language model of the installed Transformers by tree and by plain decoding, and writes docs/models.md.
+"""Tries every language model of Transformers by tree and by standard decoding, and writes docs/models.md.
 
 Each class is built from the smallest configuration that this file knows how to make, in float32 with seeded random
-weights. A class works if tree decoding gives plain decoding's tokens, alone and in a batch of two with padding, with
-winning branches that are not the first, if the logits of every node, the rejected ones included, are those of the
-node's own path in a forward of its own, and if the cache is left as plain decoding leaves it.
+weights. A class works if tree decoding gives standard decoding's tokens, alone and in a batch of two with padding,
+with winning branches that are not the first, if the logits of every node, the rejected ones included, are those of the
+node's own path in a forward of its own, and if the cache is left as standard decoding leaves it.
 
     python scripts/model_table.py          # writes the page
     python scripts/model_table.py --check  # fails if the page says otherwise; figures may differ
@@ -162,7 +162,7 @@ def _randomise(name: str, weight: Tensor, gain: float) -> None:
 
 
 class WrongOutput(Exception):
-    """Tree decoding differs from plain decoding."""
+    """Tree decoding differs from standard decoding."""
 
 
 def try_model(model: PreTrainedModel) -> float:
@@ -171,7 +171,7 @@ def try_model(model: PreTrainedModel) -> float:
     Raises:
         WrongOutput: If it is too large, or tokens or caches differ.
         ValueError: If the package refuses the model.
-        NotBuilt: If plain decoding does not work.
+        NotBuilt: If standard decoding does not work.
     """
     prompt = torch.randint(2, VOCAB_SIZE - 4, (2, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(prompt)
@@ -193,9 +193,9 @@ def _try_prompt(model: PreTrainedModel, prompt: Tensor, mask: Tensor) -> float:
     try:
         plain = model.generate(**arguments, output_logits=True)
     except Exception as error:
-        raise NotBuilt(f"Plain decoding raises {type(error).__name__}: {error}") from error
+        raise NotBuilt(f"Standard decoding raises {type(error).__name__}: {error}") from error
     if plain.sequences.shape != (len(prompt), PROMPT_LENGTH + NEW_TOKENS):
-        raise NotBuilt(f"Plain decoding returns {tuple(plain.sequences.shape)} tokens.")
+        raise NotBuilt(f"Standard decoding returns {tuple(plain.sequences.shape)} tokens.")
     oracle = OracleTreeCandidateGenerator(plain.sequences, VOCAB_SIZE, accuracy=0.85)
     rounds: list[Tensor] = []
     hook = model.register_forward_hook(lambda module, args, output: rounds.append(output.logits.detach()))
@@ -215,9 +215,9 @@ def _try_prompt(model: PreTrainedModel, prompt: Tensor, mask: Tensor) -> float:
 
 
 def _node_error(model: PreTrainedModel, plain: Any, rounds: list[Tensor], stats: Any) -> float:
-    """Largest difference between a node's logits and plain decoding's, or a forward's without cache over its path.
+    """Largest difference between a node's logits and standard decoding's, or a forward's without cache over its path.
 
-    Some models compute something else without a cache; of these only the nodes count that plain decoding comes to.
+    Some models compute something else without a cache; of these only the nodes count that standard decoding comes to.
     """
     plain_logits = torch.cat(plain.logits)
     emitted = torch.cat([logits[0, path] for logits, [path] in zip(rounds, stats.accepted_paths)])
@@ -370,7 +370,7 @@ def page(verdicts: list[Verdict], model_types: dict[str, list[str]]) -> str:
         "",
         "## Works",
         "",
-        "Tree decoding gives the tokens and leaves the cache of plain decoding, for one prompt and for two with",
+        "Tree decoding gives the tokens and leaves the cache of standard decoding, for one prompt and for two with",
         "padding, with winning branches that are not the first. The error is the largest difference between a logit",
         "of any node, the rejected ones included, and the same logit in a forward over that node's path alone.",
         "",
@@ -396,7 +396,7 @@ def page(verdicts: list[Verdict], model_types: dict[str, list[str]]) -> str:
         "",
         "## Not built",
         "",
-        "What the script cannot build or plain decoding cannot run on a text prompt, so that nothing is known.",
+        "What the script cannot build or standard decoding cannot run on a text prompt, so that nothing is known.",
         "",
         "| class | model types | why |",
         "|---|---|---|",

@@ -1,4 +1,4 @@
-"""Arguments that change nothing, as in plain decoding, and those that Transformers would ignore, which are refused."""
+"""Arguments that change nothing, as in standard decoding, and refused ones that Transformers would ignore."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from transformers import CompileConfig, GenerationConfig, LogitsProcessorList
 import hf_ddtree
 from hf_ddtree.interop import sharding
 
-# What has no effect in plain decoding either: what belongs to beams, encoder-decoders, guidance or other caches.
+# What has no effect in standard decoding either: what belongs to beams, encoder-decoders, guidance or other caches.
 WITHOUT_EFFECT = {
     "early_stopping": {"early_stopping": True},
     "length_penalty": {"length_penalty": 2.0},

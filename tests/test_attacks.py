@@ -80,7 +80,7 @@ def test_attention_by_the_index_of_a_key(kind):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_branch_of_nan(family, batch):
-    """A token whose embedding is NaN, which plain decoding never emits, among those drafted."""
+    """A token whose embedding is NaN, which standard decoding never emits, among those drafted."""
     model = copy.deepcopy(make_model(family, "sdpa"))
     prompt = torch.cat([make_prompt(seed) for seed in range(batch)])
     plain = model.generate(prompt, **GREEDY)
@@ -181,7 +181,7 @@ def test_neighbours_that_write_into_what_they_get():
 
     class Streamer:
         def put(self, value):
-            if value.ndim == 1:  # the prompt, which comes first, is the caller's own tensor in plain decoding as well
+            if value.ndim == 1:  # the prompt, first of all, is the caller's own tensor in standard decoding as well
                 value.zero_()
 
         def end(self):

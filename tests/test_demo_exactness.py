@@ -1,4 +1,4 @@
-"""The shipped pair against plain decoding, at length."""
+"""The shipped pair against standard decoding, at length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain decoding and tree decoding of calls drawn at random: the same tokens, scores and stop position.
+"""Standard decoding and tree decoding of calls drawn at random: the same tokens, scores and stop position.
 
 The draws are the same in every run; a failing one is printed as the arguments of the call.
 """
@@ -101,7 +101,7 @@ def cases(draw: st.DrawFn, family: str) -> Case:
     arguments["eos_token_id"] = draw(ENDS)
     if samples:
         arguments |= draw(WARPERS)
-    # The rows of a sampled batch draw in plain decoding's order where they walk together.
+    # The rows of a sampled batch draw in standard decoding's order where they walk together.
     arguments["output_scores"] = (samples and batch_size > 1) or draw(st.booleans())
     if samples and draw(st.booleans()):
         arguments["num_return_sequences"], arguments["output_scores"] = 2, True
@@ -122,7 +122,7 @@ def cases(draw: st.DrawFn, family: str) -> Case:
 
 
 def make_inputs(model: PreTrainedModel, form: str, lengths: list[int], seed: int) -> dict[str, Any]:
-    """The prompts in the given form. A cache is filled here by plain decoding and copied for each call."""
+    """The prompts in the given form. A cache is filled here by standard decoding and copied for each call."""
     length = max(lengths)
     mask = (torch.arange(length) >= length - torch.tensor(lengths)[:, None]).long()
     tokens = torch.randint(1, VOCAB_SIZE, mask.shape, generator=torch.Generator().manual_seed(seed)) * mask

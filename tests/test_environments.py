@@ -43,7 +43,7 @@ def pair():
 
 
 def decode_both(model, inputs, surroundings, make_drafting, **kwargs):
-    """What plain decoding and decoding by tree return, both in the surroundings."""
+    """What standard decoding and decoding by tree return, both in the surroundings."""
     arguments = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False, **kwargs}
     arguments |= {"return_dict_in_generate": True, "output_scores": True}
     with surroundings():

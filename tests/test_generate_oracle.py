@@ -1,4 +1,4 @@
-"""Whole `generate()` calls with a generator that knows plain decoding's continuation and hides it among others."""
+"""Whole `generate()` calls with a generator that knows standard decoding's continuation and hides it among others."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def assert_branches_won(stats: DDTreeStats) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_and_cache_are_those_of_plain_decoding(family):
-    """200 tokens; then plain decoding goes on from the returned cache as if it had been there all along."""
+    """200 tokens; then standard decoding goes on from the returned cache as if it had been there all along."""
     model = model_of(family, first_implementation(family))
     prompt = prompt_of(7)
     plain = generate(model, prompt, max_new_tokens=NEW_TOKENS + 50).sequences

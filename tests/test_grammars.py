@@ -1,4 +1,4 @@
-"""Logits processors of other packages that hold a state: the same valid output as in plain decoding, by tree."""
+"""Logits processors of other packages that hold a state: the same valid output as in standard decoding, by tree."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def allowed_tokens(pair, monkeypatch):
 
 
 def generate(pair, make_arguments, prompts, **kwargs):
-    """The texts after the prompts, by plain decoding and by tree, which must be of the same tokens."""
+    """The texts after the prompts, by standard decoding and by tree, which must be of the same tokens."""
     model, drafter, tokenizer = pair
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
     arguments = {**inputs, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, **kwargs}

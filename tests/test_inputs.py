@@ -44,7 +44,7 @@ def make_prompts(batch_size=1, length=LENGTH, seed=0):
 
 
 def check(model, *args, branches=True, **kwargs):
-    """Plain decoding, an oracle and a drafter give the same tokens and caches; returns the former and the last."""
+    """Standard decoding, an oracle and a drafter give the same tokens and caches; returns the former and the last."""
     arguments = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True} | kwargs
     plain = model.generate(*args, **arguments)
     oracle = OracleTreeCandidateGenerator(plain.sequences, VOCAB_SIZE)
@@ -357,11 +357,11 @@ print(json.dumps({"plain": plain, "tree": tree}))
 
 
 def test_a_prompt_of_8000_tokens_in_bounded_memory():
-    """On top of plain decoding: the hooked layers' outputs, twice while they are joined, and the drafter's context.
+    """On top of standard decoding: the hooked layers' outputs, twice while they are joined, and the drafter's context.
 
     That is 2 * 4 layers * 128 and 3 layers * 2 * 192 floats a token, 71 MB in all, but not all at once. A mask of all
-    pairs of tokens would be 268 MB in float32. No tensor may be larger than the largest one of plain decoding or than
-    the buffer of the context of one of the drafter's layers.
+    pairs of tokens would be 268 MB in float32. No tensor may be larger than the largest one of standard decoding or
+    than the buffer of the context of one of the drafter's layers.
     """
     length = 8192
     script = subprocess.run(

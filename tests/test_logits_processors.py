@@ -1,4 +1,4 @@
-"""Logits processors: each sees in tree decoding exactly what it sees in plain decoding, and so gives the same."""
+"""Logits processors: each sees in tree decoding exactly what it sees in standard decoding, and so gives the same."""
 
 import pytest
 import torch
@@ -210,7 +210,7 @@ def test_stateful_processors(kind, do_sample):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_processors_that_write_in_place(do_sample):
-    # Plain decoding returns the written-to scores as logits, so these are not compared.
+    # Standard decoding returns the written-to scores as logits, so these are not compared.
     model = make_model("qwen3_5", "sdpa")
     arguments = {"do_sample": do_sample, "logits_processor": [InPlace()], "output_logits": False}
     plain, tree = plain_and_tree(model, lambda: arguments)

@@ -74,7 +74,7 @@ def chat(model, turns, drafter, how, keeps_state=True, forms=("full",) * NUM_TUR
 
 
 def without_cache(model, turns, pads=None):
-    """The same chat by plain decoding of everything, from the start in every turn."""
+    """The same chat by standard decoding of everything, from the start in every turn."""
     history = turns[0][:, :0]
     pads = torch.zeros(len(history), dtype=torch.long) if pads is None else pads
     for said in turns:
@@ -134,7 +134,7 @@ def expected(model):
 @pytest.mark.core
 @pytest.mark.parametrize("mix, form", CHATS)
 def test_five_turns(model, expected, mix, form):
-    """The tokens of plain decoding, and what is cached does not enter the target again."""
+    """The tokens of standard decoding, and what is cached does not enter the target again."""
     drafter, turns = make_drafter(model), make_turns()
     for keeps_state in (True, False):
         with counting(model, drafter) as entered:

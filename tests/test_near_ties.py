@@ -1,4 +1,4 @@
-"""Half precision: the tokens of plain decoding, but where its two best are tied within rounding."""
+"""Half precision: the tokens of standard decoding, but where its two best are tied within rounding."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_transition_scores(family, normalize):
 @pytest.mark.parametrize("length", [2, 13])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cache_is_that_of_plain_decoding(family, length, batch_size):
-    """Rows that finish early are padded in it as plain decoding pads them, whether rows walk apart or together."""
+    """Rows that finish early are padded in it as standard decoding pads them, whether rows walk apart or together."""
     model = make_model(family, first_implementation(family))
     inputs = make_inputs(batch_size, length) if length > 6 else make_inputs(1, length)
     inputs = {name: value.expand(batch_size, -1) for name, value in inputs.items()}
@@ -154,7 +154,7 @@ def test_a_later_call_continues_from_the_cache(family, batch_size, how):
 
 
 def test_a_cache_passed_in_is_used_also_without_a_dict():
-    """It is the caller's, so it must be left as plain decoding leaves it."""
+    """It is the caller's, so it must be left as standard decoding leaves it."""
     model = make_model("qwen3_5", "sdpa")
     inputs = make_inputs(3)
     eos = end_token_of(model, inputs)

@@ -329,7 +329,7 @@ class NowAndThen(OracleTreeCandidateGenerator):
 @pytest.mark.core
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounds_without_drafts(family):
-    """They take the forward of plain decoding and leave what it leaves, for the rounds with drafts around them."""
+    """They take the forward of standard decoding and leave what it leaves, for the rounds with drafts around them."""
     model = make_model(family, first_implementation(family))
     # Gemma 3n has hidden states of another form.
     options = {"max_new_tokens": 40, "return_dict_in_generate": True, "output_hidden_states": family != "gemma3n"}

@@ -1,4 +1,4 @@
-"""Targets and drafters that bitsandbytes has quantized, against plain decoding of the same quantized target."""
+"""Targets and drafters that bitsandbytes has quantized, against standard decoding of the same quantized target."""
 
 from __future__ import annotations
 

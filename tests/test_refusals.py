@@ -1,4 +1,4 @@
-"""What tree decoding refuses, how the refusal reads, and that plain decoding works right afterwards."""
+"""What tree decoding refuses, how the refusal reads, and that standard decoding works right afterwards."""
 
 import contextlib
 import copy
@@ -39,7 +39,7 @@ def model(request):
 
 @contextlib.contextmanager
 def refused(model, *words, error=ValueError, inputs=None):
-    """Expects an error whose message holds all `words`, and plain decoding to give afterwards what it gave before."""
+    """Expects an error whose message holds all `words`, and standard decoding to give the same afterwards."""
     inputs = make_prompt() if inputs is None else inputs
     before = model.generate(inputs, **PLAIN).tolist()
     with pytest.raises(error) as raised:

@@ -1,4 +1,4 @@
-"""Sampling: the distribution is the target's, and a seed gives what it gives in plain decoding."""
+"""Sampling: the distribution is the target's, and a seed gives what it gives in standard decoding."""
 
 import itertools
 import random

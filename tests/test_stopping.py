@@ -1,4 +1,4 @@
-"""Where decoding stops, what it returns, and what streamers get: as in plain decoding, token by token."""
+"""Where decoding stops, what it returns, and what streamers get: as in standard decoding, token by token."""
 
 import string
 import threading
@@ -51,7 +51,7 @@ def check_end(model, make_arguments, length=None):
     assert_equal(plain, tree)
     if length is not None:
         assert plain.sequences.shape[1] == PROMPT_LENGTH + length
-    # The cache holds every token but the last, as in plain decoding.
+    # The cache holds every token but the last, as in standard decoding.
     assert getattr(tree, CACHE_KEY).get_seq_length() == getattr(plain, CACHE_KEY).get_seq_length()
     ends_inside = False
     for seed in range(12):

@@ -1,4 +1,4 @@
-"""Streamers of Transformers: the pieces of plain decoding, as soon as they are known, whatever the consumer does."""
+"""Streamers of Transformers: the pieces of standard decoding, once they are known, whatever a consumer does."""
 
 import asyncio
 import queue

@@ -47,7 +47,7 @@ def pair(family, version):
 
 
 def decode(model, drafter, rows, accelerator=None, seed=0, **options):
-    """Plain decoding's output without a drafter."""
+    """Standard decoding's output without a drafter."""
     prompt, mask = PROMPT[:rows], MASK[:rows]
     if drafter is not None:
         options |= {"assistant_model": drafter, "generation_strategy": "ddtree"}

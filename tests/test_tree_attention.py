@@ -65,7 +65,7 @@ class Decoding:
             committed += tree.tokens_of(path)
 
     def next_logits(self, following: list[list[int]]) -> Tensor:
-        """Logits after each of the `following` tokens, fed one by one to the cache as plain decoding does."""
+        """Logits after each of the `following` tokens, fed one by one to the cache as standard decoding does."""
         tokens = torch.tensor([row + more for row, more in zip(self.committed, following)])
         length = len(self.committed[0])
         logits = []

@@ -47,9 +47,9 @@ class Recorder:
 
 
 SAMPLED = {"do_sample": True}
-# The rows of a sampled batch draw in plain decoding's order where they walk together, which scores make them do.
+# The rows of a sampled batch draw in standard decoding's order where they walk together, which scores make them do.
 SAMPLED_ROWS = {"do_sample": True, "output_scores": True}
-# For each call: the arguments that plain decoding gets too. Those in capitals are read here.
+# For each call: the arguments that standard decoding gets too. Those in capitals are read here.
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy, long": {"max_new_tokens": 48},
@@ -84,7 +84,7 @@ def check_case(case: tuple[str, str], make_drafts: MakeDrafts) -> float:
 
 
 def check_call(model: PreTrainedModel, call: str, make_drafts: MakeDrafts) -> float:
-    """Checks that one of `CALLS` gives the same tokens by plain decoding and with the drafter.
+    """Checks that one of `CALLS` gives the same tokens by standard decoding and with the drafter.
 
     Args:
         model: The target, whose token 0 is padding.
@@ -101,7 +101,7 @@ def check_call(model: PreTrainedModel, call: str, make_drafts: MakeDrafts) -> fl
     pads = torch.tensor(own.get("PADS", (0,)))
     prompt = random_tokens(len(CALLS) + list(CALLS).index(call), (len(pads), PROMPT_LENGTH), vocab_size)
     if own.get("ENDS"):
-        # What plain decoding comes to, so that rows do end.
+        # What standard decoding comes to, so that rows do end.
         mask = (torch.arange(PROMPT_LENGTH) >= pads[:, None]).long()
         reached = model.generate(prompt * mask, attention_mask=mask, **arguments | {"min_new_tokens": None})
         arguments["eos_token_id"] = sorted({*reached[:, PROMPT_LENGTH + 3 :: own["ENDS"]].flatten().tolist()} - {0})

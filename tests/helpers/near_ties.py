@@ -1,4 +1,4 @@
-"""Equality with plain decoding in a precision where rounding can tip near ties."""
+"""Equality with standard decoding in a precision where rounding can tip near ties."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def assert_equal_up_to_near_ties(
 ) -> list[hf_ddtree.DDTreeOutput]:
     """Decodes each prompt plainly and by tree; a token may differ only where the two candidates are a near tie.
 
-    The noise is the model's: the greatest difference, over all prompts, between the logits of plain decoding's tokens
+    The noise is the model's: the greatest difference, over all prompts, between the logits of standard decoding's
+    tokens
     fed one at a time and fed together. Neither side involves a tree. Up to there the tree's logits must be plain
     decoding's within three times the noise, which the maximum of a few more draws of the same noise does not exceed.
 
     Args:
         model: The target.
         prompts: `(1, length)` each.
-        make_drafting: Keywords of `generate()` that say who drafts, given what plain decoding returned.
+        make_drafting: Keywords of `generate()` that say who drafts, given what standard decoding returned.
 
     Returns:
         The outputs by tree.

@@ -1,4 +1,4 @@
-"""What plain decoding and tree decoding return besides tokens, compared."""
+"""What standard decoding and tree decoding return besides tokens, compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain decoding and tree decoding of the same call, side by side."""
+"""Standard decoding and tree decoding of the same call, side by side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_prompt(seed: int = 0, length: int = PROMPT_LENGTH) -> Tensor:
 
 
 def make_oracle(plain: Tensor, **kwargs: Any) -> OracleTreeCandidateGenerator:
-    """A generator that knows what plain decoding gave, and hides it among distractors."""
+    """A generator that knows what standard decoding gave, and hides it among distractors."""
     return OracleTreeCandidateGenerator(plain[0], VOCAB_SIZE, **kwargs)
 
 
@@ -34,7 +34,7 @@ def plain_and_tree(
     seed: int = 0,
     input_ids: Tensor | None = None,
 ) -> tuple[GenerateDecoderOnlyOutput, hf_ddtree.DDTreeOutput]:
-    """What plain decoding and tree decoding with an oracle return, both from the same seed.
+    """What standard decoding and tree decoding with an oracle return, both from the same seed.
 
     `make_arguments` is called for each of them, so that processors, criteria and streamers with a state are new.
     """
