@@ -4,10 +4,9 @@
     python scripts/gpu_check.py --device cpu --quick      # the same code on tiny models, as the tests run it
 
 1. Every core family in bfloat16 and float16, random weights: tree decoding against standard decoding. Rounding
-depends on
-   how many tokens a forward is fed, so near ties may go either way. At the first difference, the logits of the two
-   tokens must lie within twice the noise measured for that model: how far the logits of standard decoding are from
-   those of one forward over the same tokens, in the same dtype and in float32.
+   depends on how many tokens a forward is fed, so near ties may go either way. At the first difference, the logits of
+   the two tokens must lie within twice the noise measured for that model: how far the logits of standard decoding are
+   from those of one forward over the same tokens, in the same dtype and in float32.
 2. Times that a round makes the host wait for the GPU (PyTorch's `set_sync_debug_mode`). With the pair that ships it
    shall be two: one for the draft, one for the walk. The drafter of the random hybrids looks at tokens on the host.
 3. Memory that a node of the tree takes while it is verified.
