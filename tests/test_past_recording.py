@@ -11,7 +11,11 @@ from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 
 # With sliding windows, with convolutions alone and with recurrences; the last cannot be cropped in Transformers.
-FAMILIES = ["llama", "gemma3", "mistral", "gpt_oss", "lfm2", "qwen3_5"]
+FAMILIES = [
+    # With a window, the oldest supported Transformers fails on such a cache in standard decoding.
+    *("gemma3", "mistral", "gpt_oss"),
+    *(pytest.param(family, marks=pytest.mark.core) for family in ("llama", "lfm2", "qwen3_5")),
+]
 NEW_TOKENS = 20
 
 
@@ -46,7 +50,6 @@ def assert_equal_layers(got, expected):
                 torch.testing.assert_close(value, value_expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("how", ["oracle", "lookup"])
 @pytest.mark.parametrize("length", [2, 5, 30])
 @pytest.mark.parametrize("family", FAMILIES)
