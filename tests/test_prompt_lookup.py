@@ -138,6 +138,16 @@ def test_a_fixed_budget_is_spent_before_anything_repeats():
     assert tree.num_drafted == 16
 
 
+@pytest.mark.core
+def test_the_first_round_is_drafted_for():
+    model = make_model("llama", "sdpa")
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    out = model.generate(
+        torch.tensor([PHRASE * 2]), **options, generation_strategy="ddtree", tree_lookup=True, tree_budget=4
+    )
+    assert out.ddtree_stats.tree_sizes[0] == 4
+
+
 def test_nothing_is_drafted_where_nothing_is_known():
     (tree,) = propose(make_generator(), [29])
     assert len(tree) == 1 and tree.token_ids.tolist() == [29]

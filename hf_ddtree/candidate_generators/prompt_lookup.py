@@ -144,9 +144,10 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
 
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
         with self.building(), nullcontext() if self._memory is None else self._memory.lock:
+            finished = [self._has_finished(context, row) for row in range(len(self._indices))]
             self._take_in(context)
             return [
-                DraftTree.root_only(root) if self._has_finished(context, row) else self._build(index, budget)
+                DraftTree.root_only(root) if any(finished[row : row + 1]) else self._build(index, budget)
                 for row, (index, root) in enumerate(zip(self._indices, context.roots))
             ]
 
