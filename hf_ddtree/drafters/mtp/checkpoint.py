@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from ...interop.models import cached_file_if_any
+from ...interop.private import MissingPrivateName
 from ...target.layers import decoder_layers
 from ...target.weights import execution_device
 from ..checkpoint import Checkpoint
@@ -138,7 +139,7 @@ def holds_mtp_layers(path: str | None, target_model: PreTrainedModel) -> bool | 
             with open(index, encoding="utf-8") as file:
                 return any(name.startswith("mtp.") for name in json.load(file)["weight_map"])
         weights = cached_file_if_any(path, "model.safetensors", local_files_only=True)
-    except OSError:
+    except (OSError, MissingPrivateName):
         return None
     if weights is None:
         return None
