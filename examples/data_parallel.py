@@ -88,6 +88,7 @@ def main(
         print(f"{len(left)} of {len(lines)} prompts were left, {taken_by} took them.")
         if lengths:
             print(f"{sum(lengths) / len(lengths):.2f} tokens per forward of the target")
+    state.wait_for_everyone()  # a process that leaves while others still communicate can be aborted
     state.destroy_process_group()
 
 

@@ -136,6 +136,7 @@ def main():
     fully_shard(by_hand, reshard_after_forward=True)
     check_fsdp("llama", by_hand, rank)
     check_a_token_that_spoils_a_forward(by_hand, rank)
+    distributed.barrier()
     distributed.destroy_process_group()
 
 
