@@ -442,6 +442,6 @@ def _kind_of_checkpoint(checkpoint: Checkpoint, target_model: PreTrainedModel | 
     refuse_other_types(checkpoint)
     raise ValueError(
         f"The checkpoint {checkpoint.name!r} is no drafter that can be loaded: it has `architectures` "
-        f"{checkpoint.architectures} and `model_type` {checkpoint.model_type!r}. Supported are "
-        f"{', '.join(kind.name for kind in DRAFTER_KINDS)}, and drafters saved by this package."
+        f"{checkpoint.architectures} and `model_type` {checkpoint.model_type!r}. What can be loaded: "
+        f"{', '.join(kind.name for kind in DRAFTER_KINDS)}. By what each is recognised stands in docs/drafters.md."
     )

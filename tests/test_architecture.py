@@ -101,9 +101,11 @@ def rooms_on(page: str) -> dict[str, set[str]]:
 
 
 def modules_on(page: str) -> dict[str, set[str]]:
-    """The items of the page's list: the modules of each room that is a folder."""
-    items = re.findall(r"^- \*\*`(\w+)/`\*\*: (.+(?:\n  .+)*)", page, re.MULTILINE)
-    return {room: set(re.findall(r"`([\w/]+)`", text)) for room, text in items}
+    """The rows of the page's table of modules: those of each room that is a folder."""
+    modules: dict[str, set[str]] = {}
+    for room, module in re.findall(r"^\| `(\w+)/([\w/]+)` \| [^|]+ \|$", page, re.MULTILINE):
+        modules.setdefault(room, set()).add(module)
+    return modules
 
 
 def faults(package: Path, page: str = PAGE) -> list[str]:
@@ -123,8 +125,8 @@ def faults(package: Path, page: str = PAGE) -> list[str]:
     for room in sorted({*actual, *modules}):
         missing = sorted(actual.get(room, set()) - modules.get(room, set()))
         surplus = sorted(modules.get(room, set()) - actual.get(room, set()))
-        found += [f"The list of modules lacks `{module}` in its item of `{room}/`" for module in missing]
-        found += [f"The list of modules has `{module}` in its item of `{room}/`, which is none" for module in surplus]
+        found += [f"The table of modules lacks a row: | `{room}/{module}` | what it has |" for module in missing]
+        found += [f"The table of modules has a row of `{room}/{module}`, which is none" for module in surplus]
     if circle := house.circle():
         found.append("Modules import each other in a circle: " + " -> ".join(circle))
     return found
@@ -190,7 +192,7 @@ def test_a_new_module_and_a_row_too_many_are_found(tmp_path):
     (package / "weather.py").write_text("")
     page = PAGE.replace("| `validation` |", "| `cellar` | keeps wine |  |\n| `validation` |")
     found = faults(package, page)
-    assert any("lacks `forest`" in text for text in found) and any("| `weather` |" in text for text in found)
+    assert any("`tree/forest`" in text for text in found) and any("| `weather` |" in text for text in found)
     assert any("`cellar`, which is no room" in text for text in found)
 
 

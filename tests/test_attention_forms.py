@@ -136,6 +136,7 @@ WITH_KERNELS = [(family, "flash_attention_2") for family in FAMILIES if family !
 WITH_KERNELS += [(family, "flex_attention") for family in ("llama", "gemma2", "qwen3_5", "mistral", "llama4")]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @torch.no_grad()
 @pytest.mark.parametrize("family, implementation", WITH_KERNELS)
 def test_kernels_that_mask_no_tree_are_replaced_while_there_is_one(family, implementation):

@@ -155,6 +155,7 @@ def best_prefixes(
     return found
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # speculators uses it
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_trees_over_rounds(reference: ModuleType, tmp_path: Path, variant: str) -> None:

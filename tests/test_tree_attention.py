@@ -249,11 +249,11 @@ def test_rows_with_trees_and_paths_of_their_own(family):
             paths[number % 3] = [] if number > 0 else paths[0]
             one_round(trees, paths)
         lengths = list(map(len, decoding.committed))
-        assert not decoding.rows.are_level
+        assert not decoding.rows.are_equally_long
         missing = [max(lengths) - length for length in lengths]
         chains = [random_tree(rng, "chain", rng.randrange(VOCAB_SIZE), VOCAB_SIZE, max(1, count)) for count in missing]
         one_round(chains, [list(range(count)) for count in missing])
-    assert decoding.rows.are_level
+    assert decoding.rows.are_equally_long
     assert_same_cache(model, decoding.cache, decoding.committed, padding)
     following = [random_tokens(rng, 2) for _ in padding]
     next_logits = decoding.next_logits(following)

@@ -74,9 +74,9 @@ class Batch:
         """Cuts off nodes too deep to be emitted under the length limit, whose positions are never reached."""
         trees = list(trees)
         for group in self.groups:
-            if group.room is not None and not group.finished:
+            if group.tokens_left is not None and not group.finished:
                 for row in group.rows:
-                    trees[row] = trees[row].limit_depth(group.room - 1)
+                    trees[row] = trees[row].limit_depth(group.tokens_left - 1)
         return trees
 
     def with_padding(self, trees: Sequence[DraftTree]) -> list[DraftTree]:

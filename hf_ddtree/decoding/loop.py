@@ -221,7 +221,7 @@ class TreeDecoder:
         """
         target, is_drafted = self._target, current.num_drafted > 0
         with self._stats.stage("verify"):
-            if is_drafted or not target.rows.are_level or self._batch.has_finished_group:
+            if is_drafted or not target.rows.are_equally_long or self._batch.has_finished_group:
                 self._set_verification(current, target.verify(current.trees))
             else:
                 self._set_verification(current, target.step(current.trees))
@@ -277,7 +277,7 @@ class TreeDecoder:
         return not self._processes.any(not self._batch.finished)
 
     def _finish(self) -> None:
-        """Tells the generator what it has not seen, and makes the rows of a returned cache level."""
+        """Tells the generator what it has not seen, and makes the rows of a returned cache equally long."""
         self._generator.finish(self._unseen.take(self._batch, self._target.rows.lengths))
         if self._is_returned:
             self._pad_to_longest()
@@ -332,7 +332,7 @@ class TreeDecoder:
         """Feeds padding to rows that finished early, as standard decoding does, until all rows are equally long."""
         target = self._target
         last, pad_token = self._batch.last_tokens(), self._batch.first.pad_token
-        while self._processes.any(not target.rows.are_level):
+        while self._processes.any(not target.rows.are_equally_long):
             longest = target.rows.num_cached
             at_once = min(PADDING_AT_ONCE, 1 + most_drafted(target.cache, longest))
             missing = [min(longest - length, at_once) for length in target.rows.lengths]
@@ -351,7 +351,7 @@ class TreeDecoder:
         try:
             yield
         except BaseException:
-            if self._is_callers_cache and not self._target.rows.are_level:
+            if self._is_callers_cache and not self._target.rows.are_equally_long:
                 refuse_further_use(self._target.cache)
             raise
 

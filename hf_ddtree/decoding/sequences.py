@@ -82,7 +82,7 @@ class LockstepRows:
         return not any(self.unfinished)
 
     @property
-    def room(self) -> int | None:
+    def tokens_left(self) -> int | None:
         """How many tokens may still be emitted; None if no length is set."""
         return None if self._max_length is None else self._max_length - self._length
 

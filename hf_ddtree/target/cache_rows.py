@@ -39,7 +39,7 @@ class CommittedRows:
         return max(self.lengths)
 
     @property
-    def are_level(self) -> bool:
+    def are_equally_long(self) -> bool:
         """Whether all rows are equally long."""
         return min(self.lengths) == max(self.lengths)
 
@@ -61,7 +61,7 @@ class CommittedRows:
 
     def root_positions(self) -> Tensor:
         """`(..., batch, 1)` int64, the position of each row's root; leading dimensions are axes of the position."""
-        if len(self.lengths) == 1 or self.are_level:
+        if len(self.lengths) == 1 or self.are_equally_long:
             return self._root_positions + (self.lengths[0] - self.num_prompt)
         return self._root_positions + (self.lengths_on_device() - self.num_prompt)
 
@@ -75,12 +75,12 @@ class CommittedRows:
     def mask(self) -> Tensor | None:
         """`(batch, num_cached)` bool, which entries of a layer without a window hold a token; None if all do."""
         num_cached = self.num_cached
-        if self._prompt_mask is None and self.are_level:
+        if self._prompt_mask is None and self.are_equally_long:
             return None
         mask = torch.ones((len(self.lengths), num_cached), dtype=torch.bool, device=self.device)
         if self._prompt_mask is not None:
             mask[:, : self.num_prompt] = self._prompt_mask
-        if not self.are_level:
+        if not self.are_equally_long:
             mask &= torch.arange(num_cached, device=self.device) < self.lengths_on_device()
         return mask
 

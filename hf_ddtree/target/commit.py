@@ -130,9 +130,9 @@ class _CommittedPaths:
         self.is_empty = not any(paths)
         # True if kept entries need no move: every path is a prefix of the nodes and all rows have the same length. An
         # empty path moves nothing either: where a drafted token gave NaN, its root may hold NaN, which no mask hides.
-        is_level = min(before) == max(before)
+        are_equally_long = min(before) == max(before)
         is_prefix = all(path == list(range(len(path))) for path in paths)
-        self._is_prefix = self.is_empty or (is_level and is_prefix)
+        self._is_prefix = self.is_empty or (are_equally_long and is_prefix)
         self._is_even = min(map(len, paths)) == longest
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:

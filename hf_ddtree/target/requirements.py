@@ -54,7 +54,7 @@ BY_PLACE = "it picks keys by their places in the cache, and branches that a node
 MERGING = "it merges keys that stand side by side in the cache, even of different branches"
 
 # Kinds of layers whose output a tree would change, and why.
-UNKNOWN_LAYER_TYPES = {
+REFUSED_LAYER_TYPES = {
     "indexed_attention": BY_PLACE,
     "deepseek_sparse_attention": BY_PLACE,
     "qwen_sparse_attention": BY_PLACE,
@@ -131,9 +131,9 @@ def check_target(model: PreTrainedModel) -> None:
     """Refuses a model whose tokens could come out wrong.
 
     Raises:
-        UnsupportedError: If a requirement of `TARGET_REQUIREMENTS` does not hold. The message says what to do instead.
+        UnsupportedError: If one of `REFUSALS` has a reason. The message says what to do instead.
     """
-    for reason in filter(None, (why_not(model) for why_not in TARGET_REQUIREMENTS)):
+    for reason in filter(None, (why_not(model) for why_not in REFUSALS)):
         raise UnsupportedError(f"{type(model).__name__} {reason}")
 
 
@@ -214,7 +214,7 @@ def _unknown_layers(model: PreTrainedModel) -> str | None:
     unknown = sorted(set(layer_types(model.config.get_text_config())) - set(LAYER_TYPES))
     if not unknown:
         return None
-    reasons = "; ".join(f"{kind}: {UNKNOWN_LAYER_TYPES.get(kind, 'its rule is unknown')}" for kind in unknown)
+    reasons = "; ".join(f"{kind}: {REFUSED_LAYER_TYPES.get(kind, 'its rule is unknown')}" for kind in unknown)
     return (
         f"has layers of a kind that tree decoding does not know ({reasons}). It knows {', '.join(LAYER_TYPES)}. "
         "Generate without `generation_strategy`."
@@ -302,7 +302,7 @@ def _prompt_of_virtual_tokens(model: PreTrainedModel) -> str | None:
 
 # Each says why a model cannot be decoded by tree, after the name of its class, or returns None. Later ones may rely on
 # what earlier ones found.
-TARGET_REQUIREMENTS: tuple[Callable[[PreTrainedModel], str | None], ...] = (
+REFUSALS: tuple[Callable[[PreTrainedModel], str | None], ...] = (
     _encoder_decoder,
     _generates_in_its_own_way,
     _unknown_number_of_layers,
