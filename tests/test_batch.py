@@ -346,11 +346,12 @@ def test_the_drafter_s_context_is_bounded(kind):
             new = [features[row, lengths[row] : lengths[row] + count] for row, count in enumerate(counts)]
             lengths = [length + count for length, count in zip(lengths, counts)]
             padded = torch.nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=9.0)
-            trees = together.propose(DraftContext(roots[step], lengths, padded, counts), 8)
+            trees = together.propose(DraftContext(roots[step], lengths, together.reduce_features(padded), counts), 8)
             contexts.append(together.state.cache.get_seq_length())
             assert contexts[-1] <= 2 * max(lengths) + MOST_PADDING
             for row, generator in enumerate(alone):
-                context = DraftContext(roots[step, row, None], [lengths[row]], new[row][None], [counts[row]])
+                reduced = generator.reduce_features(new[row][None])
+                context = DraftContext(roots[step, row, None], [lengths[row]], reduced, [counts[row]])
                 [tree] = generator.propose(context, 8)
                 assert tree.token_ids.tolist() == trees[row].token_ids.tolist()
                 assert tree.parents.tolist() == trees[row].parents.tolist()

@@ -169,7 +169,7 @@ def propose(drafter: DFlash2DraftModel, budget: int, **knobs: Any) -> Any:
     generator = DFlashTreeCandidateGenerator(drafter, make_model(TARGET, "sdpa"), DDTreeConfig(**knobs))
     input_ids = torch.tensor([[3, 4, 5], [7, 8, 9]])
     features = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0))
-    return generator.propose(DraftContext(input_ids, [2, 2], features, [2, 2]), budget)
+    return generator.propose(DraftContext(input_ids, [2, 2], generator.reduce_features(features), [2, 2]), budget)
 
 
 def test_the_generator_builds_on_pairs_unless_told_not_to(drafter: DFlash2DraftModel) -> None:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from hf_ddtree.drafters import DFlashConfig, DFlashContextCache, DFlashDraftModel
+from hf_ddtree.drafters.dflash import model as dflash_model
 from hf_ddtree.drafters.dflash.model import _block_mask
+from hf_ddtree.target.preallocation import LEAST_ROOM
 
 HIDDEN, BLOCK, WINDOW = 16, 4, 5
 LAYER_TYPES = [["full_attention", "full_attention"], ["sliding_attention", "full_attention"]]
@@ -96,13 +98,40 @@ def test_context_that_comes_in_parts() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("layer_types", [*LAYER_TYPES, ["sliding_attention"] * 2])
+@pytest.mark.parametrize("is_projected", [False, True])
+def test_a_long_context_enters_part_by_part(
+    layer_types: list[str], is_projected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row alone and rows with padding, followed by another pass; as with all of it at once."""
+    drafter = make_drafter(layer_types=layer_types)
+    features, block = torch.randn(2, 33, 2 * HIDDEN), torch.randn(2, BLOCK, HIDDEN)
+    padded = torch.arange(30) < torch.tensor([[30], [17]])
+    for rows, context_mask in ((1, None), (2, None), (2, padded)):
+        outputs = []
+        for at_once in (1000, 7):
+            monkeypatch.setattr(dflash_model, "CONTEXT_AT_ONCE", at_once)
+            cache = DFlashContextCache()
+            first, second = features[:rows].split((30, 3), dim=1)
+            masks = (
+                (None, None)
+                if context_mask is None
+                else (context_mask, torch.nn.functional.pad(padded, (0, 3), value=True))
+            )
+            for new, mask in zip((first, second), masks):
+                entering = {"context": drafter.project(new)} if is_projected else {"context_features": new}
+                outputs.append(drafter(block[:rows], cache=cache, context_mask=mask, **entering))
+        torch.testing.assert_close(outputs[2:], outputs[:2], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
 def test_sliding_layers_forget_and_say_so() -> None:
     drafter = make_drafter(layer_types=["sliding_attention", "sliding_attention"])
     cache = DFlashContextCache()
     for _ in range(60):
         drafter(torch.randn(1, BLOCK, HIDDEN), torch.randn(1, 10, 2 * HIDDEN), cache=cache)
     assert cache.get_seq_length() == 600
-    assert all(layer._buffer.shape[3] <= 64 for layer in cache._layers)
+    assert all(layer.length <= WINDOW + LEAST_ROOM for layer in cache._layers)
     with pytest.raises(ValueError, match="has dropped tokens"):
         cache.crop(3)
 

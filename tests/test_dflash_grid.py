@@ -44,7 +44,7 @@ def test_drafts_are_what_the_slots_predict_as_tokens_of_the_target(sample_from_a
     drafter = make_drafter(model, **OWN_VOCABULARY, sample_from_anchor=sample_from_anchor)
     generator = DFlashTreeCandidateGenerator(drafter, model, DDTreeConfig(tree_shape="chain", tree_budget=16))
     features, input_ids = torch.randn(1, 7, 2 * 32), torch.arange(1, 9)[None]
-    (tree,) = generator.propose(DraftContext(input_ids, [7], features, [7]), 16)
+    (tree,) = generator.propose(DraftContext(input_ids, [7], generator.reduce_features(features), [7]), 16)
     block = torch.full((1, 6), drafter.config.mask_token_id)
     block[0, 0] = 8
     hidden = drafter(drafter.embed(block, model.get_input_embeddings()), features)

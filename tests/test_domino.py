@@ -116,7 +116,8 @@ def test_trees_over_rounds(shift_label: bool, prefix_len: int, tmp_path: Path) -
         seen = [torch.cat((old, features[row, : new[row]][None]), dim=1) for row, old in enumerate(seen)]
         behind = [max(places) - place for place in places]
         input_ids = torch.stack([F.pad(tokens[row, : places[row] + 1], (behind[row], 0)) for row in range(2)])
-        for row, tree in enumerate(generator.propose(DraftContext(input_ids, places, features, list(new)), 14)):
+        context = DraftContext(input_ids, places, generator.reduce_features(features), list(new))
+        for row, tree in enumerate(generator.propose(context, 14)):
             root = int(tokens[row, places[row]])
             hidden = drafter(embeddings[torch.tensor([root] + [MASK] * 5)][None], seen[row])[0]
             hidden = hidden if shift_label else hidden[1:]

@@ -168,7 +168,7 @@ def test_trees_over_rounds(layout: str, head: str, tmp_path: Path) -> None:
         seen = [torch.cat((old, features[row, : new[row]][None]), dim=1) for row, old in enumerate(seen)]
         behind = [max(places) - place for place in places]
         input_ids = torch.stack([F.pad(tokens[row, : places[row] + 1], (behind[row], 0)) for row in range(2)])
-        context = DraftContext(input_ids, places, features, list(new))
+        context = DraftContext(input_ids, places, generator.reduce_features(features), list(new))
         for row, tree in enumerate(generator.propose(context, 12)):
             root = int(tokens[row, places[row]])
             block = embeddings[torch.tensor([root] + [MASK] * 5)][None]

@@ -180,7 +180,8 @@ def test_trees_over_rounds(reference: ModuleType, tmp_path: Path, variant: str) 
         seen = [torch.cat((old, features[row, : new[row]][None]), dim=1) for row, old in enumerate(seen)]
         behind = [max(places) - place for place in places]
         input_ids = torch.stack([F.pad(tokens[row, : places[row] + 1], (behind[row], 0)) for row in range(2)])
-        for row, tree in enumerate(generator.propose(DraftContext(input_ids, places, features, list(new)), 9)):
+        context = DraftContext(input_ids, places, generator.reduce_features(features), list(new))
+        for row, tree in enumerate(generator.propose(context, 9)):
             so_far = tokens[row, : places[row] + 1].tolist()
             expected = best_prefixes(theirs, seen[row], so_far, 4, 9)
             found = {

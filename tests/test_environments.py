@@ -119,7 +119,7 @@ def test_no_graph_is_built_when_gradients_are_on(pair):
         with_graph = []
         hook = drafter.register_forward_hook(lambda _, __, output: with_graph.append(output.requires_grad))
         features = torch.randn(1, 7, drafter.fc.in_features, requires_grad=True)
-        (tree,) = generator.propose(DraftContext(inputs.input_ids, [7], features, [7]), 8)
+        (tree,) = generator.propose(DraftContext(inputs.input_ids, [7], generator.reduce_features(features), [7]), 8)
     finally:
         hook.remove()
         for module in (model, drafter):

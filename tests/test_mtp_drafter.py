@@ -191,7 +191,8 @@ def test_the_tree_against_a_plain_step(pair, family):
             target(ids[:, : length - 1])
         features = recorder.take()[:, seen:]
         counts, seen = [length - 1 - seen] * 2, length - 1
-        trees = generator.propose(DraftContext(ids[:, :length], [length - 1] * 2, features, counts), 10)
+        context = DraftContext(ids[:, :length], [length - 1] * 2, generator.reduce_features(features), counts)
+        trees = generator.propose(context, 10)
         for tree, row in zip(trees, ids[:, :length].tolist()):
             assert tree.num_drafted == 10 and int(tree.depths.max()) >= 2
             for node in range(1, 11):

@@ -65,6 +65,18 @@ class TreeCandidateGenerator(CandidateGenerator):
         self.build_seconds = 0.0
         self.num_forwards = 0
 
+    def reduce_features(self, features: Tensor) -> Tensor:
+        """What the generator needs of features, which is kept of a prompt in their place; all of them here.
+
+        Args:
+            features: `(batch, tokens, len(feature_layers) * hidden_size)`, of some tokens; those of a prompt come in
+                parts.
+
+        Returns:
+            `(batch, tokens, size)`, on any device.
+        """
+        return features
+
     def observe(self, verified: VerifiedRound) -> None:
         """Called after each round, and after the prefill with the prompts' last tokens as roots; does nothing here."""
 
@@ -143,11 +155,12 @@ class TreeCandidateGenerator(CandidateGenerator):
         return torch.cat((input_ids, drafted), dim=1), None
 
     def _features_of(self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_matches: int) -> Tensor:
-        """`(1, tokens, features)` of what the last forward was fed and was kept, padding left out."""
+        """`(1, tokens, size)`, reduced, of what the last forward was fed and was kept, padding left out."""
         layers = [hidden_states_of(outputs, layer) for layer in self.feature_layers]
         length = layers[0].shape[1] - self._num_candidates + num_matches
         self._num_seen += length
         features = torch.cat([layer[:, :length].to(layers[0].device) for layer in layers], dim=-1)
+        features = self.reduce_features(features)
         attention_mask = model_kwargs.get("attention_mask")
         if attention_mask is None:
             return features

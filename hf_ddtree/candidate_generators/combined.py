@@ -40,6 +40,9 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
         """The drafter's."""
         return self._drafter.state
 
+    def reduce_features(self, features: Tensor) -> Tensor:
+        return self._drafter.reduce_features(features)
+
     def start(self, cached_ids: Tensor, num_cached: int) -> None:
         super().start(cached_ids, num_cached)
         self._drafter.start(cached_ids, num_cached)

@@ -21,8 +21,8 @@ class DraftContext:
         root_positions: For each row, the number of tokens that the target has seen, padding included. More than
             `length - 1` after a prompt of embeddings.
         features: `(batch, tokens, len(feature_layers) * hidden_size)`, what the target's hooked layers gave for the
-            tokens committed since the last call, aligned at the left. None if the generator hooks no layers, or is
-            asked outside of tree decoding.
+            tokens committed since the last call, aligned at the left; or what the generator's `reduce_features` has
+            made of them. None if the generator hooks no layers, or is asked outside of tree decoding.
         num_features: For each row, how many entries of `features` are its own; they end right before its root.
         attention_mask: `(batch, length)` bool, False where `input_ids` hold padding. None if they hold none, or
             only in front of rows that are behind.

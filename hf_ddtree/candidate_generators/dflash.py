@@ -30,7 +30,7 @@ class DFlashState(KnownSequences):
         cache: Keys and values of the context.
         context_mask: `(batch, context)` bool, False where a row's context is padding; None if nothing is.
         num_context: Per row the number of context entries that are its own, once there is a `context_mask`.
-        features, num_features: Features of the target's last tokens that no draft has used yet.
+        features, num_features: What is made of the features of the target's last tokens, which no draft has used yet.
     """
 
     cache: DFlashContextCache = field(default_factory=DFlashContextCache)
@@ -93,6 +93,10 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         )
         if num_cached == 0 or not self.state.continues(drafter, cached_ids, num_cached):
             self.state = DFlashState(drafter=drafter)
+
+    @torch.no_grad()
+    def reduce_features(self, features: Tensor) -> Tensor:
+        return self.drafter.project(features)
 
     def finish(self, context: DraftContext) -> None:
         self._learn(context)
@@ -174,7 +178,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self._extend_mask(num_new, batch_size)
         hidden_states = self.drafter(
             inputs_embeds=self.drafter.embed(block, self._embeddings),
-            context_features=None if num_new == 0 else state.features.to(device, self.drafter.dtype),
+            context=None if num_new == 0 else state.features,
             position_ids=position_ids,
             cache=state.cache,
             context_mask=state.context_mask,

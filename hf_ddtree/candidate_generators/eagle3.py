@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -50,7 +51,8 @@ class Eagle3TreeCandidateGenerator(MTPTreeCandidateGenerator):
         self._target_token_ids = drafter.target_token_ids
         self._set_up(drafter, target_model, config, state, layer_ids, num_layers=1)
 
-    def _project(self, features: Tensor) -> Tensor:
+    @torch.no_grad()
+    def reduce_features(self, features: Tensor) -> Tensor:
         return self.drafter.project(features)
 
     def _new_cache(self) -> DynamicCache:

@@ -168,13 +168,17 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             ]
 
     @torch.no_grad()
+    def reduce_features(self, features: Tensor) -> Tensor:
+        """The hidden states that the layers are fed with."""
+        return self._decoder.norm(features).to(self._device, self.drafter.dtype)
+
     def _take_in(self, context: DraftContext) -> None:
-        """Pairs the new tokens with the target's final-normalised hidden states of the tokens before them."""
+        """Pairs the new tokens with what the features of the tokens before them were reduced to."""
         state = self.state
         state.input_ids, state.root_positions = context.input_ids, list(context.root_positions)
         if context.features is None:
             return
-        hidden_states = self._project(context.features).to(self._device, self.drafter.dtype)
+        hidden_states = context.features
         tokens = [sequence.tolist() for sequence in tokens_of(context)]
         counts = [min(count, len(known)) for count, known in zip(context.num_features, tokens)]
         if not state.streams:
@@ -184,7 +188,8 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             if count:
                 first.tokens[row] += tokens[row][-count:]
                 new = hidden_states[row, num_features - count : num_features]
-                first.hidden_states[row] = torch.cat((first.hidden_states[row], new))
+                left = first.hidden_states[row]
+                first.hidden_states[row] = torch.cat((left, new)) if len(left) else new
 
     def _new_stream(self, batch_size: int) -> _Stream:
         nothing = torch.zeros((0, self.drafter.config.hidden_size), device=self._device, dtype=self.drafter.dtype)
@@ -268,10 +273,6 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         commit(stream.cache, TreePass(batch, rows.lengths), [list(range(count)) for count in counts], rows)
         self.num_forwards += 1
         return [states[: len(tree)] for states, tree in zip(outputs, trees)]
-
-    def _project(self, features: Tensor) -> Tensor:
-        """Hidden states `(batch, tokens, hidden_size)` of the target's features."""
-        return self._decoder.norm(features)
 
     def _new_cache(self) -> DynamicCache:
         """A cache for one layer."""

@@ -151,10 +151,10 @@ class TreeDecoder:
         num_cached = int(cache_of(model_kwargs).get_seq_length())
         is_whole = prompt_length(generation_config, model_kwargs) == prompt.shape[1]
         self._generator.start(prompt[:, : num_cached if is_whole else 0], num_cached)
-        with recorder.recording():
+        with recorder.recording_prompt(self._generator.reduce_features):
             outputs = prefill(model, prompt, generation_config, model_kwargs, bool(recorder.layer_ids))
         self._stats.target_forwards += 1
-        self._unseen = UnseenRounds(prompt, attention_mask, recorder.take())
+        self._unseen = UnseenRounds(prompt, attention_mask, recorder.take_prompt(), self._generator.reduce_features)
         model_kwargs.update(kwargs_after_prefill(outputs, model_kwargs, model))
         cache = cache_of(model_kwargs)
         check_cache(cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,12 +18,21 @@ class UnseenRounds:
     Args:
         prompt: `(batch, length)` int64.
         attention_mask: `(batch, at least length)`, 0 where the prompts hold padding; None if they hold none.
-        features: `(batch, tokens, features)`, what the recorded layers gave in the prefill; None if none are recorded.
+        features: `(batch, tokens, size)`, what the features of the prompt were reduced to; None if none are recorded.
+        reduce_features: The candidate generator's.
     """
 
-    def __init__(self, prompt: Tensor, attention_mask: Tensor | None, features: Tensor | None) -> None:
+    def __init__(
+        self,
+        prompt: Tensor,
+        attention_mask: Tensor | None,
+        features: Tensor | None,
+        reduce_features: Callable[[Tensor], Tensor],
+    ) -> None:
         self._prompt_mask = _mask_of(prompt, attention_mask)
-        self._features = [_without_padding(features, attention_mask, len(prompt))]
+        self._of_prompt = [_without_padding(features, attention_mask, len(prompt))]
+        self._features: list[tuple[Tensor | None, list[int]]] = []
+        self._reduce = reduce_features
         self._emitted: list[list[int]] = [[] for _ in prompt]
 
     def add(self, features: Tensor | None, paths: Sequence[list[int]], emitted: Sequence[list[int] | None]) -> None:
@@ -46,9 +55,11 @@ class UnseenRounds:
         """
         token_ids = batch.token_ids()
         mask = _token_mask(self._prompt_mask, token_ids, lengths)
-        features, num_features = join_features(self._features)
+        of_rounds, counts = join_features(self._features)
+        of_rounds = None if of_rounds is None else self._reduce(of_rounds)
+        features, num_features = join_features([*self._of_prompt, *([(of_rounds, counts)] if counts else [])])
         emitted = self._emitted
-        self._features, self._emitted = [], [[] for _ in lengths]
+        self._of_prompt, self._features, self._emitted = [], [], [[] for _ in lengths]
         return DraftContext(
             token_ids.clone(), tuple(lengths), features, num_features, mask, emitted, batch.last_tokens()
         )

@@ -26,18 +26,27 @@ class GrowingTensor:
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
-    def extended(self, entries: Tensor, new: Tensor) -> Tensor:
-        """`entries` followed by `new`, both `(..., length, size)`; a view that the next call extends."""
+    def extended(self, entries: Tensor, new: Tensor, following: int = 0) -> Tensor:
+        """`entries` followed by `new`, both `(..., length, size)`; a view that the next call extends.
+
+        Where memory is allocated, it is for `following` more as well.
+        """
         length, num_new = entries.shape[-2], new.shape[-2]
         buffer = self._buffer
-        is_locked = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if buffer is None or is_locked or not _begins(buffer, entries) or buffer.shape[-2] < length + num_new:
-            room = num_new + max(LEAST_ROOM, length // ROOM_FRACTION)
+        if buffer is None or not self.has_room(entries, num_new):
+            room = num_new + following + max(LEAST_ROOM, length // ROOM_FRACTION)
             buffer = entries.new_empty((*entries.shape[:-2], length + room, entries.shape[-1]))
             buffer[..., :length, :] = entries
             self._buffer = buffer
         buffer[..., length : length + num_new, :] = new
         return buffer[..., : length + num_new, :]
+
+    def has_room(self, entries: Tensor, num_new: int) -> bool:
+        """Whether `num_new` positions fit behind `entries` in place."""
+        buffer = self._buffer
+        if buffer is None or (buffer.is_inference() and not torch.is_inference_mode_enabled()):
+            return False
+        return _begins(buffer, entries) and buffer.shape[-2] >= entries.shape[-2] + num_new
 
 
 def _begins(buffer: Tensor, entries: Tensor) -> bool:

@@ -2,66 +2,63 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from ...target.preallocation import GrowingTensor
 
 
 class _ContextLayer:
-    """Keys and values of one layer in a preallocated buffer that is written in place.
+    """Keys and values of one layer, which grow in place as those of the target's cache do.
 
     The block's keys and values of a forward lie behind the context's, and the next forward overwrites them.
     """
 
     def __init__(self) -> None:
-        self.length = 0
-        self._buffer: Tensor | None = None  # (2, batch, heads, capacity, head_dim): keys, then values
+        self._entries: Tensor | None = None  # (2, batch, heads, length, head_dim): keys, then values
+        self._grower = GrowingTensor()
 
-    def append(self, new: Tensor, num_context: int, keep: int | None) -> Tensor:
+    @property
+    def length(self) -> int:
+        """Context tokens that it holds."""
+        return 0 if self._entries is None else self._entries.shape[-2]
+
+    def append(self, new: Tensor, num_context: int, keep: int | None, following: int = 0) -> Tensor:
         """Writes `new`, of which the first `num_context` positions stay, and returns all there is to attend to.
 
         Args:
             new: `(2, batch, heads, num_context + block, head_dim)`.
             num_context: Positions of `new` that belong to the context.
             keep: How much of the old context is still needed. None for all.
+            following: How many positions are known to follow, for which memory is allocated as well.
 
         Returns:
             `(2, batch, heads, length + block, head_dim)`, a view.
         """
-        num_new = new.shape[3]
-        if self._buffer is None or self.length + num_new > self._buffer.shape[3]:
-            self._reallocate(new, keep)
-        buffer, end = self._writable(), self.length + num_new
-        buffer[:, :, :, self.length : end] = new
-        self.length += num_context
-        return buffer[:, :, :, :end]
+        entries = new[..., :0, :] if self._entries is None else self._entries
+        if keep is not None and not self._grower.has_room(entries, new.shape[-2]):
+            entries = entries[..., max(0, self.length - keep) :, :]
+        extended = self._grower.extended(entries, new, following)
+        self._entries = extended[..., : entries.shape[-2] + num_context, :]
+        return extended
+
+    def crop(self, length: int) -> None:
+        """Keeps the first `length` positions."""
+        if self._entries is not None:
+            self._entries = self._entries[..., :length, :]
 
     def select(self, index: Tensor) -> None:
         """Keeps the positions `index (batch, length)` of each row, in this order."""
-        if self._buffer is not None:
-            buffer, self.length = self._writable(), index.shape[1]
-            expanded = index[None, :, None, :, None].expand(2, -1, buffer.shape[2], -1, buffer.shape[4])
-            buffer[:, :, :, : self.length] = buffer.gather(3, expanded)
-
-    def _writable(self) -> Tensor:
-        """The buffer, copied if it was made in inference mode and may not be written to any more."""
-        assert self._buffer is not None
-        if self._buffer.is_inference() and not torch.is_inference_mode_enabled():
-            self._buffer = self._buffer.clone()
-        return self._buffer
-
-    def _reallocate(self, new: Tensor, keep: int | None) -> None:
-        """Allocates twice what is needed now, so that copying costs little per token."""
-        kept = self.length if keep is None else min(self.length, keep)
-        buffer = new.new_empty((*new.shape[:3], max(2 * (kept + new.shape[3]), 64), new.shape[4]))
-        if self._buffer is not None:
-            buffer[:, :, :, :kept] = self._buffer[:, :, :, self.length - kept : self.length]
-        self._buffer, self.length = buffer, kept
+        if self._entries is not None:
+            _, _, heads, _, head_dim = self._entries.shape
+            expanded = index[None, :, None, :, None].expand(2, -1, heads, -1, head_dim)
+            self._entries = self._entries.gather(3, expanded)
 
 
 class DFlashContextCache:
     """Keys and values of the context, for every layer of a DFlash drafter; never the block's.
 
-    Buffers grow by doubling. A layer with a sliding window drops what no later block can see, unless rows are padded.
+    Memory grows as that of the target's cache does. A layer with a sliding window drops what no later block can see,
+    unless rows are padded.
     """
 
     def __init__(self) -> None:
@@ -89,7 +86,7 @@ class DFlashContextCache:
                 f"again. Start a new `DFlashContextCache` and pass the features of all {length} tokens."
             )
         for layer in self._layers:
-            layer.length -= removed
+            layer.crop(layer.length - removed)
         self._length = length
 
     def drop_padding(self, context_mask: Tensor, length: int) -> Tensor:
@@ -113,9 +110,9 @@ class DFlashContextCache:
         """Counts context tokens that no block can see and that are passed to no layer."""
         self._length += num_tokens
 
-    def _append(self, layer_idx: int, new: Tensor, num_context: int, keep: int | None) -> Tensor:
+    def _append(self, layer_idx: int, new: Tensor, num_context: int, keep: int | None, following: int = 0) -> Tensor:
         while len(self._layers) <= layer_idx:
             self._layers.append(_ContextLayer())
         if layer_idx == 0:
             self._length += num_context
-        return self._layers[layer_idx].append(new, num_context, keep)
+        return self._layers[layer_idx].append(new, num_context, keep, following)

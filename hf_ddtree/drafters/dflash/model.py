@@ -22,6 +22,9 @@ from ..calibration import Calibration
 from .config import DFlashConfig
 from .context_cache import DFlashContextCache
 
+# Context tokens that enter a layer at once.
+CONTEXT_AT_ONCE = 1024
+
 
 def _block_mask(
     block: int,
@@ -102,12 +105,9 @@ class DFlashAttention(nn.Module):
         cos, sin = rotary
         query = self.q_norm(self._split_heads(self.q_proj(block))).transpose(1, 2)
         query = _rotate(query, cos[:, :, num_context:], sin[:, :, num_context:])
-        key = self.k_norm(self._split_heads(self.k_proj(source))).transpose(1, 2)
-        key, value = _rotate(key, cos, sin), self._split_heads(self.v_proj(source)).transpose(1, 2)
+        key, value = self._keys_and_values(source, cos, sin)
 
-        reach = None
-        if self.window is not None and context_mask is None:
-            reach = self.window if self.window_from_root else self.window - 1
+        reach = self._reach() if context_mask is None else None
         if cache is not None:
             key, value = cache._append(self.layer_idx, torch.stack((key, value)), num_context, reach)
         if reach is not None and attention_mask is None:
@@ -121,6 +121,30 @@ class DFlashAttention(nn.Module):
             query, key, value, attention_mask, scale=self.scaling, enable_gqa=self.is_grouped
         )
         return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+    def extend_context(
+        self,
+        context: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: DFlashContextCache,
+        context_mask: Tensor | None,
+        following: int,
+    ) -> None:
+        """Puts the keys and values of context tokens into the cache; `following` more positions are to come."""
+        new = torch.stack(self._keys_and_values(context, *rotary))
+        reach = self._reach() if context_mask is None else None
+        if reach is not None:
+            following = min(following, reach)
+        cache._append(self.layer_idx, new, context.shape[1], reach, following)
+
+    def _keys_and_values(self, source: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Each `(batch, heads, length, head_dim)`, of `source (batch, length, hidden_size)`."""
+        key = self.k_norm(self._split_heads(self.k_proj(source))).transpose(1, 2)
+        return _rotate(key, cos, sin), self._split_heads(self.v_proj(source)).transpose(1, 2)
+
+    def _reach(self) -> int | None:
+        """How many of the last context tokens a block sees, at most; None if all."""
+        return self.window if self.window is None or self.window_from_root else self.window - 1
 
     def _split_heads(self, hidden: Tensor) -> Tensor:
         return hidden.unflatten(-1, (-1, self.head_dim))
@@ -221,6 +245,7 @@ class DFlashDraftModel(PreTrainedModel):
         cache: DFlashContextCache | None = None,
         context_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
     ) -> Tensor:
         """One pass over a block.
 
@@ -234,15 +259,20 @@ class DFlashDraftModel(PreTrainedModel):
                 nothing is.
             attention_mask: `(batch or 1, 1, block, total_context + block)` bool, what each slot may see, in place of
                 everything else that decides it. For training, where many blocks share one pass.
+            context: `(batch, new_context, hidden_size)`, what `project` has made of the features, in their place.
 
         Returns:
             `(batch, block, hidden_size)`; the slots from `config.first_slot` on predict the tokens that follow the
             root. See `compute_logits`.
 
         Raises:
-            ValueError: If `position_ids` or `context_mask` do not cover what they must.
+            ValueError: If `position_ids` or `context_mask` do not cover what they must, or if there are both
+                `context_features` and `context`.
         """
-        num_context = 0 if context_features is None else context_features.shape[1]
+        if context_features is not None and context is not None:
+            raise ValueError("Pass `context_features` or `context`, which is what `project` makes of them.")
+        new = context_features if context is None else context
+        num_context = 0 if new is None else new.shape[1]
         cached = 0 if cache is None else cache.get_seq_length()
         num_new = num_context + inputs_embeds.shape[1]
         if position_ids is None:
@@ -259,18 +289,39 @@ class DFlashDraftModel(PreTrainedModel):
             )
         unseen = num_context - self._reach() if context_mask is None and attention_mask is None else 0
         # Rows may be padded later on, and then all of them count.
-        if unseen > 0 and len(inputs_embeds) == 1 and context_features is not None:
-            context_features, position_ids = context_features[:, unseen:], position_ids[:, unseen:]
+        if unseen > 0 and len(inputs_embeds) == 1 and new is not None:
+            new, position_ids = new[:, unseen:], position_ids[:, unseen:]
             if cache is not None:
                 cache._skip(unseen)
-        context = None if num_context == 0 else self.hidden_norm(self.fc(context_features))
-        cos, sin = self.rotary_emb(inputs_embeds, position_ids)
-        rotary = cos[:, None], sin[:, None]
+        while cache is not None and new is not None and new.shape[1] > CONTEXT_AT_ONCE:
+            part = new[:, :CONTEXT_AT_ONCE]
+            part = self.project(part) if context is None else part
+            rotary = self._rotary(part, position_ids[:, :CONTEXT_AT_ONCE])
+            new, position_ids = new[:, CONTEXT_AT_ONCE:], position_ids[:, CONTEXT_AT_ONCE:]
+            for layer in self.layers:
+                attention: Any = layer.self_attn
+                attention.extend_context(part, rotary, cache, context_mask, position_ids.shape[1])
+        if new is not None and context is None:
+            new = self.project(new)
+        rotary = self._rotary(inputs_embeds, position_ids)
         hidden_states = inputs_embeds
         masks: dict[tuple[Any, ...], Tensor | None] = {}
         for layer in self.layers:
-            hidden_states = layer(hidden_states, context, rotary, cache, context_mask, attention_mask, masks)
+            hidden_states = layer(hidden_states, new, rotary, cache, context_mask, attention_mask, masks)
         return self.norm(hidden_states)
+
+    def project(self, context_features: Tensor) -> Tensor:
+        """What enters the layers of the target's features `(batch, tokens, len(target_layer_ids) * hidden_size)`.
+
+        Returns:
+            `(batch, tokens, hidden_size)`, on the device and in the dtype of the drafter.
+        """
+        return self.hidden_norm(self.fc(context_features.to(self.device, self.dtype)))
+
+    def _rotary(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each `(batch or 1, 1, length, head_dim)`."""
+        cos, sin = self.rotary_emb(hidden_states, position_ids)
+        return cos[:, None], sin[:, None]
 
     def _reach(self) -> int:
         """How many of the last context tokens a block sees, at most."""
