@@ -19,6 +19,7 @@ from .candidate_generators import TreeCandidateGenerator
 from .configuration import LOOKUP, STANDARD, STRATEGIES, DDTreeConfig
 from .drafters import DFlashDraftModel
 from .interop.generation import is_inherited
+from .process_defaults import check_drafts_for, process_defaults
 from .shared_drafters import attached_names
 from .validation import UnsupportedError, did_you_mean, require_positive_int
 
@@ -27,6 +28,9 @@ OWN_ARGUMENTS = ("candidate_generator", "draft_state", "draft_memory")
 
 # Arguments that give what drafts as an object.
 DRAFTERS = ("assistant_model", "candidate_generator")
+
+# Those among them that Transformers' own assisted generation cannot use.
+OWN_DRAFTERS = (DFlashDraftModel, TreeCandidateGenerator)
 
 # Modes of Transformers that decode one sequence a row, token by token.
 GENERATION_MODES = ("greedy_search", "sample")
@@ -73,13 +77,14 @@ class GenerateArguments:
         named: The arguments that the call names. What belongs to tree decoding is taken out of them.
     """
 
-    def __init__(self, model: PreTrainedModel, named: dict[str, Any], *configs: GenerationConfig | None) -> None:
+    def __init__(self, model: PreTrainedModel, named: dict[str, Any], *configs: Any) -> None:
         self.named = named
         self._model = model
         given = named.get("generation_strategy")
         self._default_strategy = named.pop("generation_strategy") if isinstance(given, DefaultStrategy) else None
         self._model_config = getattr(model, "generation_config", None)
-        self._configs = configs
+        self._process_config = process_defaults()
+        self._configs = (*configs, self._process_config)
 
     @classmethod
     def of_call(cls, model: PreTrainedModel, named: dict[str, Any]) -> GenerateArguments:
@@ -122,6 +127,8 @@ class GenerateArguments:
         strategy = self.named["generation_strategy"] if is_named else configured
         if strategy in (None, STANDARD):
             return None
+        if not is_named and self._asks_for_assisted_generation:
+            return None
         if not isinstance(strategy, str) or strategy not in STRATEGIES:
             raise ValueError(
                 f"`generation_strategy` is {strategy!r}, but must be one of "
@@ -135,8 +142,24 @@ class GenerateArguments:
         return None if self.get("is_assistant") and not is_named else strategy
 
     def is_inherited(self, name: str) -> bool:
-        """Whether an argument has the value of the model's generation config, and the call does not name it."""
-        return self.named.get(name) is None and self.configured(name) == getattr(self._model_config, name, None)
+        """Whether an argument has its default, the model's or else the process's, and the call does not name it."""
+        defaults = (getattr(config, name, None) for config in (self._model_config, self._process_config))
+        inherited = next((value for value in defaults if value is not None), None)
+        return self.named.get(name) is None and self.configured(name) == inherited
+
+    @property
+    def _asks_for_assisted_generation(self) -> bool:
+        """Whether a program that knows of no strategy drafts with a model of its own choice."""
+        if self._process_config is None or self._strategy_of_configs() is not None:
+            return False
+        if isinstance(self.named.get("assistant_model"), OWN_DRAFTERS):
+            return False
+        return any(self.named.get(name) is not None for name in ("assistant_model", "prompt_lookup_num_tokens"))
+
+    def _strategy_of_configs(self) -> Any:
+        """The strategy that the call's or the model's generation config sets, or the model's folder."""
+        values = (getattr(config, "generation_strategy", None) for config in self._configs[:-1])
+        return next((value for value in values if value is not None), self._default_strategy)
 
     @property
     def names_nothing(self) -> bool:
@@ -160,6 +183,8 @@ class GenerateArguments:
         if self.is_inherited("drafter") and self._names_another_drafter():
             knobs.pop("drafter", None)
         self._check_drafter(knobs.get("drafter"))
+        if self._process_config is not None and knobs.get("drafter") == getattr(self._process_config, "drafter", ""):
+            check_drafts_for(knobs["drafter"], self._model)
         knobs |= self._translate_lookup(knobs)
         self.check(tree_lookup=bool(knobs.get("tree_lookup")))
         for name, fixed in STRATEGIES[strategy].items():
@@ -236,7 +261,7 @@ class GenerateArguments:
         """
         names = {*DDTreeConfig.knobs(), *OWN_ARGUMENTS} - {*LOOKUP_ARGUMENTS}
         own = sorted(name for name in names if self.named.get(name) is not None)
-        if isinstance(self.named.get("assistant_model"), (DFlashDraftModel, TreeCandidateGenerator)):
+        if isinstance(self.named.get("assistant_model"), OWN_DRAFTERS):
             own.append("assistant_model")
         if own and "generation_strategy" not in self.named:
             raise ValueError(
@@ -252,15 +277,15 @@ class GenerateArguments:
         """Refuses to load another drafter than those that a model has been given, as calls may come from others.
 
         Raises:
-            ValueError: If the model has one and the call names another.
+            ValueError: If the model or the process has one, or a default without one, and the call names another.
         """
         own = attached_names(self._model)
-        if of_model := getattr(self._model_config, "drafter", None):
-            own.add(of_model)
-        if own and name is not None and name not in own | {LOOKUP}:
+        own.update(filter(None, (getattr(c, "drafter", None) for c in (self._model_config, self._process_config))))
+        allowed = own | {LOOKUP}
+        if (own or self._process_config is not None) and name is not None and name not in allowed:
             raise ValueError(
-                f"`drafter` is {name!r}, but this model has {', '.join(map(repr, sorted(own)))}, and calls may name "
-                f"no other but 'lookup'. To allow it, call `hf_ddtree.attach(model, {name!r})` first."
+                f"`drafter` is {name!r}, but calls for this model may name no other than "
+                f"{', '.join(map(repr, sorted(allowed)))}. To allow it, call `hf_ddtree.attach(model, {name!r})` first."
             )
 
     def _check_spelling(self) -> None:

@@ -80,6 +80,17 @@ class DDTreeStats:
             self.disabled_after = self.rounds
         self.rounds_disabled += 1
 
+    def summary(self) -> str:
+        """What a log line says of the call."""
+        drafted = sum(self.tree_sizes) / max(1, len(self.tree_sizes))
+        text = (
+            f"{self.target_forwards} forwards of the target, {self.tokens_per_forward:.2f} tokens per forward, "
+            f"{drafted:.1f} nodes per tree"
+        )
+        if self.rounds_disabled:
+            text += f", drafting disabled in {self.rounds_disabled} of {self.rounds} rounds"
+        return text
+
     def to_dict(self) -> dict[str, Any]:
         """All of it, `tokens_per_forward` and `acceptance_by_depth` included, in types that JSON knows."""
         trees: Any = self.trees and [[_tree_to_dict(tree) for tree in of_round] for of_round in self.trees]

@@ -133,6 +133,7 @@ class DDTreeDecoding:
         decoder = TreeDecoder(model, batch, chooser, generator, policy, stats, processes)
         decoder.decode(generation_config, model_kwargs)
         batch.end_stream()
+        logger.info(stats.summary())
         first = batch.first
         sequences = batch.token_ids(first.pad_token, pad_left=False).clone()
         if not generation_config.return_dict_in_generate:
@@ -255,9 +256,7 @@ def ddtree(
 
 def warn_of_standard_decoding(error: UnsupportedError) -> None:
     """Warns, once for each reason, that a call is decoded by the standard method."""
-    logger.warning_once(
-        "The model's generation config sets `generation_strategy`, but this call is decoded without it: " + str(error)
-    )
+    logger.warning_once("`generation_strategy` is set by default, but this call is decoded without it: " + str(error))
 
 
 def prepare_cache(

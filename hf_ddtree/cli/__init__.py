@@ -8,7 +8,7 @@ import typer
 
 import hf_ddtree
 
-from . import bench, check, demo
+from . import bench, check, demo, run
 from .terminal import AnyEncodingGroup
 
 app = typer.Typer(
@@ -37,3 +37,5 @@ def main(
 
 for command in (demo.demo, check.check, bench.bench):
     app.command()(command)
+app.command(context_settings=run.PASSED_ON)(run.serve)
+app.command(context_settings={**run.PASSED_ON, "allow_interspersed_args": False})(run.run)
