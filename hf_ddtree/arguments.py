@@ -285,7 +285,8 @@ class GenerateArguments:
         if (own or self._process_config is not None) and name is not None and name not in allowed:
             raise ValueError(
                 f"`drafter` is {name!r}, but calls for this model may name no other than "
-                f"{', '.join(map(repr, sorted(allowed)))}. To allow it, call `hf_ddtree.attach(model, {name!r})` first."
+                f"{', '.join(map(repr, sorted(allowed)))}. To allow it, call `hf_ddtree.attach(model, {name!r})` "
+                "first."
             )
 
     def _check_spelling(self) -> None:
