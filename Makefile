@@ -54,5 +54,5 @@ clean:
 	grep -vE "^($$(sed -n 's/==.*//p' constraints-oldest.txt | paste -sd '|'))==" constraints.txt \
 		| cat - constraints-oldest.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python $(PIP_INSTALL) -c .venv-oldest/constraints.txt torch
-	.venv-oldest/bin/python $(PIP_INSTALL) -c .venv-oldest/constraints.txt -e ".[accelerate,test]"
+	.venv-oldest/bin/python $(PIP_INSTALL) -c .venv-oldest/constraints.txt -e ".[accelerate,test,train]"
 	touch $@

@@ -50,7 +50,16 @@ _HOMES = {
     "load_drafter": "drafter_kinds",
 }
 # Modules that may be used without a line that imports them.
-_PUBLIC_MODULES = ("attention", "benchmark", "budget", "candidate_generators", "drafters", "testing", "visualize")
+_PUBLIC_MODULES = (
+    "attention",
+    "benchmark",
+    "budget",
+    "candidate_generators",
+    "drafters",
+    "testing",
+    "training",
+    "visualize",
+)
 
 __all__ = [
     "AutoBudget",

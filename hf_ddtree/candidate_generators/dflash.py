@@ -109,6 +109,18 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         roots = context.input_ids[:, -1]
         first = self.drafter.config.first_slot
         hidden_states = self._draft(roots[:, None])[:, first : first + self._draft_length]
+        return self.trees_of(hidden_states, roots, context.roots, budget)
+
+    @torch.no_grad()
+    def trees_of(self, hidden_states: Tensor, roots: Tensor, root_ids: list[int], budget: int) -> list[DraftTree]:
+        """The trees of drafted blocks.
+
+        Args:
+            hidden_states: `(batch, depth, hidden_size)`, of the slots to predict.
+            roots: `(batch,)` int64, the roots' tokens.
+            root_ids: The same, known to the host.
+            budget: Most drafted nodes of a tree.
+        """
         log_probs, token_ids, *states = self._candidates(hidden_states, roots, budget)
         if self._target_token_ids is not None:
             self._target_token_ids = self._target_token_ids.to(token_ids.device)
@@ -116,13 +128,13 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         if builds_on_device(log_probs.device) and self._calibration is None:
             with self.building():
                 next_state = states[0] if states else None
-                return search_trees(log_probs, token_ids, context.roots, budget, self._shape, next_state=next_state)
+                return search_trees(log_probs, token_ids, root_ids, budget, self._shape, next_state=next_state)
         # The calibration learns on the host, so trees are built there as well.
         log_probs, token_ids, *states = on_host(log_probs, token_ids, *states)
         self._drafted = log_probs, token_ids
         trees = []
         with self.building():
-            for row, root in enumerate(context.roots):
+            for row, root in enumerate(root_ids):
                 probs, tokens, state = log_probs[row], token_ids[row], states[0][row] if states else None
                 if self._calibration is not None and not self._calibration.is_neutral:
                     probs, tokens, state = self._calibration.calibrate(probs, tokens)

@@ -40,7 +40,13 @@ class SequentialHeadTreeCandidateGenerator(DFlashTreeCandidateGenerator, Levelwi
         self._remember(context)
         first = self.drafter.config.first_slot
         hidden_states = self._draft(context.input_ids[:, -1:])[:, first : first + self._draft_length]
-        trees = self._new_trees(context.roots, budget)
+        return self.trees_of(hidden_states, context.input_ids[:, -1], context.roots, budget)
+
+    @torch.no_grad()
+    def trees_of(self, hidden_states: Tensor, roots: Tensor, root_ids: list[int], budget: int) -> list[DraftTree]:
+        if not self._is_conditional:
+            return super().trees_of(hidden_states, roots, root_ids, budget)
+        trees = self._new_trees(root_ids, budget)
         return self._grow(trees, self._levels(trees, hidden_states, self._width(budget)))
 
     def _levels(self, trees: list[GrowingTree], hidden_states: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""What the steps of the recipe share: seeding, optimizers, and a learning rate that follows the clock."""
+"""What the steps of the recipe share: seeding, and a clock that goes on where an interrupted run was."""
 
 import os
 import time
@@ -46,7 +46,6 @@ class TimeBudget:
 
     seconds: float
     spent: float = 0.0
-    warmup: float = 0.03
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -61,39 +60,3 @@ class TimeBudget:
     @property
     def exhausted(self) -> bool:
         return self.elapsed >= self.seconds
-
-    def lr_factor(self) -> float:
-        """Linear warm-up, then linear decay to zero."""
-        progress = self.progress
-        if progress < self.warmup:
-            return max(progress / self.warmup, 0.02)
-        return max((1.0 - progress) / (1.0 - self.warmup), 0.0)
-
-
-def build_optimizers(
-    named_parameters: list[tuple[str, torch.nn.Parameter]], lr: float, weight_decay: float
-) -> list[torch.optim.Optimizer]:
-    """Muon for the weight matrices inside the layers, AdamW for whatever is looked up by token, norms and the rest.
-
-    Both get the same learning rate: Muon's step is rescaled to the size of AdamW's. Every group remembers its peak
-    in `peak_lr`, for `set_lr`.
-    """
-    by_token = ("embed", "lm_head", "codebook")
-    matrices = [p for name, p in named_parameters if p.ndim == 2 and not any(part in name for part in by_token)]
-    chosen = {id(p) for p in matrices}
-    others = [p for _, p in named_parameters if id(p) not in chosen]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
-        torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-    ]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak_lr"] = lr
-    return optimizers
-
-
-def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
-    """Sets every group to `factor` of its peak."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor

@@ -17,43 +17,20 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_ddtree.drafters import DFlash2DraftModel, DFlashDraftModel, load_drafter
 from hf_ddtree.drafters.calibration import Calibration
+from hf_ddtree.training import Rows, TrainingConfig
+from hf_ddtree.training.block_loss import BlockLoss
 from hf_ddtree.tree.build import build_tree
 from hf_ddtree.tree.candidates import best_tokens, conditional_candidates, top_candidates
 
 CANDIDATES = 64
 
 
-def blocks_at(anchors: Tensor, length: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Positions and attention mask of many blocks that share one pass over a context of `length` tokens.
-
-    Args:
-        anchors: `(batch, blocks)` int64, the root's position of each block.
-
-    Returns:
-        `(batch, length + blocks * block_size)` int64; and `(batch, 1, blocks * block_size, length + blocks *
-        block_size)` bool: a block sees the context before its root, and itself.
-    """
-    batch, blocks = anchors.shape
-    slots = torch.arange(block_size, device=anchors.device)
-    context = torch.arange(length, device=anchors.device)
-    positions = (anchors[..., None] + slots).flatten(1)
-    owner = torch.arange(blocks, device=anchors.device).repeat_interleave(block_size)
-    sees_context = context < anchors.repeat_interleave(block_size, dim=1)[..., None]
-    sees_block = (owner[:, None] == owner).expand(batch, -1, -1)
-    return torch.cat((context.expand(batch, -1), positions), dim=1), torch.cat((sees_context, sees_block), -1)[:, None]
-
-
 def draft_hidden(
     drafter: DFlashDraftModel, target: Qwen3_5ForCausalLM, tokens: Tensor, features: Tensor, anchors: Tensor
 ) -> Tensor:
     """Hidden states of the slots to predict, `(batch, blocks, block_size - 1, hidden_size)`."""
-    size = drafter.config.block_size
-    block = torch.full((*anchors.shape, size), drafter.config.mask_token_id, device=tokens.device)
-    block[..., 0] = tokens.gather(1, anchors)
-    positions, mask = blocks_at(anchors, features.shape[1], size)
-    embedded = drafter.embed(block.flatten(1), target.get_input_embeddings())
-    hidden = drafter(embedded, features, positions, attention_mask=mask)
-    return hidden.unflatten(1, (-1, size))[:, :, 1:]
+    rows = Rows(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
+    return BlockLoss(drafter, target, TrainingConfig()).draft(rows, features, anchors)
 
 
 @torch.no_grad()

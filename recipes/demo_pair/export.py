@@ -1,7 +1,7 @@
 """Step 5: puts the pair into the package: both models, the tokenizer, and prompts from held-out modules.
 
-The drafter is written in the layout of published DFlash checkpoints, so that loading the pair exercises the loader
-that users' drafters go through.
+The drafter has the layout of published DFlash checkpoints, so that loading the pair exercises the loader that users'
+drafters go through.
 """
 
 import argparse
@@ -14,10 +14,7 @@ from pathlib import Path
 
 import torch
 from prepare import is_held_out, stdlib_modules
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen3_5ForCausalLM
-
-from hf_ddtree.drafters import DFlash2Config, DFlashConfig, load_drafter
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hf_ddtree" / "demo_pair"
 PROMPT_TOKENS = (64, 160)
@@ -45,35 +42,6 @@ def export_target(work_dir: Path, folder: Path) -> None:
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def published_layout(config: DFlashConfig) -> dict[str, object]:
-    """The `config.json` of a published DFlash checkpoint: a Qwen3 config with `dflash_config`."""
-    settings = config.to_diff_dict()
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps")
-    names += ("attention_bias", "layer_types", "rope_parameters", "num_target_layers", "tie_word_embeddings")
-    names += ("sliding_window", "use_sliding_window")
-    own_settings = ["mask_token_id", "target_layer_ids", "is_causal"]
-    if isinstance(config, DFlash2Config):
-        own_settings += ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"]
-    return {
-        "architectures": ["DFlash2DraftModel" if isinstance(config, DFlash2Config) else "DFlashDraftModel"],
-        "model_type": "qwen3",
-        **{name: settings.get(name, getattr(config, name)) for name in names},
-        "block_size": config.block_size,
-        "dflash_config": {name: getattr(config, name) for name in own_settings},
-        "dtype": "bfloat16",
-    }
-
-
-def export_drafter(source: Path, folder: Path) -> None:
-    drafter = load_drafter(source, dtype=torch.bfloat16)
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(published_layout(drafter.config), indent=2, sort_keys=True) + "\n")
-    assert set(load_file(folder / "model.safetensors")) == set(weights)
 
 
 def function_starts(source: str) -> list[int]:
@@ -120,7 +88,7 @@ def main() -> None:
         export_target(args.work_dir, staged / "target")
         replace_folder(staged / "target", args.output / "target")
         if (args.work_dir / "drafter").exists():
-            export_drafter(args.work_dir / "drafter", staged / "drafter")
+            shutil.copytree(args.work_dir / "drafter", staged / "drafter")
             replace_folder(staged / "drafter", args.output / "drafter")
         prompts = held_out_prompts(AutoTokenizer.from_pretrained(args.output / "target"))
         (staged / "prompts.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in prompts))

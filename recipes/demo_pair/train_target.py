@@ -14,12 +14,10 @@ import cpu_kernels
 import torch
 from common import (
     TimeBudget,
-    build_optimizers,
     device,
     load_tokens,
     save_atomically,
     seed_everything,
-    set_lr,
 )
 from rich.progress import Progress
 from transformers import (
@@ -30,6 +28,9 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
+from hf_ddtree.training.optimizers import build_optimizers, linear_schedule, set_learning_rate
+
+WARMUP = 0.03
 # (sequences, length) of a batch and its share of the steps: all have the same number of tokens, some are long, so that
 # the model also works beyond a few hundred tokens.
 BATCH_SHAPES = [((4, 512), 0.8), ((1, 2048), 0.2)]
@@ -101,7 +102,7 @@ def main() -> None:
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
     )
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {model.device}")
-    optimizers = build_optimizers(list(model.named_parameters()), args.lr, args.weight_decay)
+    optimizers = build_optimizers(model.named_parameters(), args.lr, args.weight_decay)
     if model.device.type == "cpu":
         cpu_kernels.install_for_training()
     for (sequences, length), _ in BATCH_SHAPES:  # kernels compile before the clock starts
@@ -125,7 +126,7 @@ def main() -> None:
     with Progress() as bar:
         task = bar.add_task("target", total=args.minutes * 60, completed=budget.spent)
         while not budget.exhausted:
-            set_lr(optimizers, budget.lr_factor())
+            set_learning_rate(optimizers, linear_schedule(budget.progress, WARMUP))
             batch = sample_batch(train, generator).to(model.device)
             with torch.autocast(model.device.type, torch.bfloat16, enabled=args.autocast):
                 loss = model(batch, labels=batch, use_cache=False).loss

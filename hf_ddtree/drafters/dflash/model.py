@@ -9,6 +9,7 @@ the target's. Weights are named as in the checkpoints that z-lab publishes and t
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class DFlashAttention(nn.Module):
         self.window = config.sliding_window if is_sliding else None
         self.window_from_root = config.window_from_root
         self.is_causal = is_sliding if config.is_causal is None else config.is_causal
+        self.layer_type = config.layer_types[layer_idx]
         queries, keys = (heads * self.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
@@ -95,10 +97,12 @@ class DFlashAttention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cache: DFlashContextCache | None,
         context_mask: Tensor | None,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | Mapping[str, Tensor] | None,
         masks: dict[tuple[Any, ...], Tensor | None],
     ) -> Tensor:
         """As `DFlashDraftModel.forward`; `masks` keeps what is made for one layer for those that are alike."""
+        if isinstance(attention_mask, Mapping):
+            attention_mask = attention_mask[self.layer_type]
         length = block.shape[1]
         source = block if context is None else torch.cat((context, block), dim=1)
         num_context = source.shape[1] - length
@@ -244,7 +248,7 @@ class DFlashDraftModel(PreTrainedModel):
         position_ids: Tensor | None = None,
         cache: DFlashContextCache | None = None,
         context_mask: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Mapping[str, Tensor] | None = None,
         context: Tensor | None = None,
     ) -> Tensor:
         """One pass over a block.
@@ -258,7 +262,8 @@ class DFlashDraftModel(PreTrainedModel):
             context_mask: `(batch, total_context)`, false where a row's context, cached or new, is padding. None if
                 nothing is.
             attention_mask: `(batch or 1, 1, block, total_context + block)` bool, what each slot may see, in place of
-                everything else that decides it. For training, where many blocks share one pass.
+                everything else that decides it; or one for each kind of layer in `config.layer_types`. For training,
+                where many blocks share one pass.
             context: `(batch, new_context, hidden_size)`, what `project` has made of the features, in their place.
 
         Returns:
