@@ -1,5 +1,7 @@
 """Successor tables and the memory across calls: what they learn, how they are bounded, and that no token changes."""
 
+import copy
+import itertools
 import random
 import threading
 
@@ -15,7 +17,14 @@ import hf_ddtree
 from hf_ddtree import DraftMemory
 from hf_ddtree.draft_memory import successor_tables
 from hf_ddtree.draft_memory.memory import BYTES_PER_TOKEN, LEAST_BYTES
-from hf_ddtree.draft_memory.successor_tables import DECAY, PRIOR_WEIGHT, SuccessorTables
+from hf_ddtree.draft_memory.successor_tables import (
+    DECAY,
+    LATELY_SHARE,
+    PRIOR_WEIGHT,
+    SKIP_PRIOR_WEIGHT,
+    SKIP_SHARE,
+    SuccessorTables,
+)
 
 
 def teach(tables, context, following, probs):
@@ -79,6 +88,65 @@ def test_probabilities_fall_and_sum_to_at_most_one(seed):
             assert sum(probs) <= 1 + 1e-4
             kept = [token for token, prob in zip(tokens, probs) if prob > 0]
             assert len(set(kept)) == len(kept)
+
+
+class PlainTables:
+    """What `SuccessorTables` computes, one context at a time."""
+
+    def __init__(self):
+        self.counts, self.probs, self.lately = {}, {}, {}
+
+    def begun(self, contexts):
+        """The distribution of the longest known of some contexts, given from the longest on."""
+        for context in contexts[:-1]:
+            if context in self.probs:
+                return dict(self.probs[context])
+        if (skip := contexts[-1]) in self.probs:
+            return {token: SKIP_SHARE * prob for token, prob in self.probs[skip].items()}
+        return {token: LATELY_SHARE * prob for token, prob in self.lately.items()}
+
+    def teach(self, contexts, token_ids, probs):
+        before, observed = copy.deepcopy(self), {}
+        for context, tokens, of_tokens in zip(contexts, token_ids, probs):
+            kinds = [tuple(context), tuple(context[1:]), tuple(context[2:]), ("skip", context[1])]
+            for place, kind in enumerate(kinds):
+                chain, seen = observed.setdefault(kind, (kinds[place:], []))
+                seen.append(dict(zip(tokens, of_tokens)))
+        for kind, (chain, seen) in observed.items():
+            is_skip = kind[0] == "skip"
+            if kind not in self.probs:
+                self.counts[kind], self.probs[kind] = 0.0, {} if is_skip else before.begun(chain)
+            old, prior = self.probs[kind], SKIP_PRIOR_WEIGHT if is_skip else PRIOR_WEIGHT
+            faded = DECAY ** len(seen) * self.counts[kind]
+            self.counts[kind] = faded + sum(DECAY**age for age in range(len(seen)))
+            kept = (faded + prior) / (self.counts[kind] + prior)
+            self.probs[kind] = {
+                token: kept * old.get(token, 0.0) + (1 - kept) * sum(one.get(token, 0.0) for one in seen) / len(seen)
+                for token in {*old, *itertools.chain(*seen)}
+            }
+        kept = DECAY ** len(probs)
+        self.lately = {token: kept * prob for token, prob in self.lately.items()}
+        for token, prob in zip(token_ids.ravel(), probs.ravel()):
+            self.lately[token] = self.lately.get(token, 0.0) + (1 - kept) * prob / len(probs)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("seed", range(10))
+def test_tables_are_those_of_a_plain_computation(seed):
+    draw = np.random.default_rng(seed)
+    tables, plain = SuccessorTables(), PlainTables()
+    for _ in range(8):
+        contexts = draw.integers(-1, 5, (draw.integers(1, 25), 3))
+        probs = -np.sort(-draw.dirichlet(np.ones(4), len(contexts)), axis=1).astype(np.float32)
+        tokens = draw.permuted(np.tile(np.arange(10), (len(contexts), 1)), axis=1)[:, :4]
+        tables.teach(contexts, tokens, probs)
+        plain.teach(contexts.tolist(), tokens, probs)
+        for context in draw.integers(-1, 5, (20, 3)).tolist():
+            found = by_token(tables.successors(context))
+            for known in filter(plain.probs.get, (tuple(context[first:]) for first in range(3))):
+                expected = {token: prob for token, prob in plain.probs[known].items() if prob > 0}
+                assert found == pytest.approx(expected, abs=1e-5)
+                break
 
 
 def test_what_gives_no_distribution_teaches_nothing():

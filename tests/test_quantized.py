@@ -75,6 +75,13 @@ def test_the_shipped_pair(name, drafter_kwargs, prompts):
     assert sum(lengths) / len(lengths) > 1.5
 
 
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_no_drafter(name, prompts):
+    model = load_target(name)
+    outputs = assert_equal_up_to_near_ties(model, prompts, lambda _: {"tree_lookup": True, "tree_budget": 16})
+    assert all(output.ddtree_stats.tokens_per_forward > 1.2 for output in outputs)
+
+
 @pytest.mark.parametrize("family, name", [("qwen3", "nf4"), ("gemma3", "int8"), ("olmo_hybrid", "nf4")])
 def test_families(family, name, tmp_path):
     """Widths that the 4-bit kernels divide."""

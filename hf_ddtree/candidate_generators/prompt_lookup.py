@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import nullcontext
 from heapq import heappop, heappush
-from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -246,55 +245,63 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
     def _build(self, index: NgramIndex, budget: int) -> DraftTree:
         """The most probable paths, or under another shape the best chain first."""
         root = index.tokens[-1]
-        is_chain, on_spine = self.config.tree_shape == "chain", self.config.tree_shape == "spine_first"
+        is_chain, is_spine_first = self.config.tree_shape == "chain", self.config.tree_shape == "spine_first"
         most_children = 1 if is_chain else min(self.config.tree_top_k or MOST_CHILDREN, MOST_CHILDREN)
-        horizon = self.config.draft_length or budget
-        end_tokens, arrivals = self.end_tokens, count()
+        horizon, end_tokens, successors = self.config.draft_length or budget, self.end_tokens, self._tables.successors
         drafted, parents, probs = [root], [-1], [1.0]
-        # Priority, order of arrival, parent, depth, probability, last three tokens, matches.
-        waiting: list[tuple[float, int, int, int, float, tuple[int, ...], Sequence[Match]]] = []
-        depth, probability = 0, 1.0
+        # Of each node whose children are wanted: their tokens and probabilities, and what leads to them.
+        parts: dict[int, tuple[list[int], list[float], tuple[int, ...], Sequence[Match], int]] = {}
+        # The best child of each node that is not drafted yet: priority, parent, rank among siblings, probability.
+        waiting: list[tuple[float, int, int, float]] = []
+        node, depth, on_spine, path = 0, 0, is_spine_first, 1.0
         context: tuple[int, ...] = (-1, -1, *index.tokens[-3:])[-3:]
         matches: Sequence[Match] = self._matches(index)
         while True:
-            if depth < horizon and (depth == 0 or context[2] not in end_tokens):
-                following = self._candidates(context, matches, depth)
-                for rank, (prob, token) in enumerate(following[:most_children]):
-                    if prob < LEAST_PROBABILITY:
-                        break
-                    path = probability * min(prob, HIGHEST_PROBABILITY)
-                    priority = -path - (on_spine and rank == 0)
-                    passing = [match for match in matches if match.next_token(depth) == token] if matches else ()
-                    last = (context[1], context[2], token)
-                    heappush(waiting, (priority, next(arrivals), len(drafted) - 1, depth + 1, path, last, passing))
-            if not waiting or len(drafted) > budget:
+            if depth < horizon and (node == 0 or context[2] not in end_tokens):
+                tokens, likely = self._with_matches(context, matches, depth) if matches else successors(context)
+                if likely and likely[0] >= LEAST_PROBABILITY:
+                    parts[node] = tokens, likely, context, matches, depth
+                    path *= min(likely[0], HIGHEST_PROBABILITY)
+                    heappush(waiting, (-path - on_spine, node, 0, path))
+            if not waiting:
                 break
-            priority, _, parent, depth, probability, context, matches = heappop(waiting)
-            on_spine = priority < -1.0
-            drafted.append(context[2])
+            priority, parent, rank, path = heappop(waiting)
+            tokens, likely, context, matches, depth = parts[parent]
+            token = tokens[rank]
+            node = len(drafted)
+            drafted.append(token)
             parents.append(parent)
-            probs.append(probability)
-        return DraftTree(
-            torch.tensor(drafted, device="cpu"),
-            torch.tensor(parents, device="cpu"),
-            torch.from_numpy(np.log(np.maximum(probs, LEAST_PATH)).astype(np.float32)),
-        )
+            probs.append(path)
+            if node == budget:
+                break
+            rank += 1
+            if rank < most_children and rank < len(likely) and likely[rank] >= LEAST_PROBABILITY:
+                sibling = probs[parent] * likely[rank]
+                heappush(waiting, (-sibling, parent, rank, sibling))
+            on_spine = priority < -1.0
+            if matches:
+                matches = [match for match in matches if match.next_token(depth) == token]
+            context = context[1], context[2], token
+            depth += 1
+        log_probs = np.log(np.maximum(probs, LEAST_PATH)).astype(np.float32)
+        return DraftTree(*map(torch.from_numpy, (np.array(drafted), np.array(parents), log_probs)))
 
-    def _candidates(self, context: tuple[int, ...], matches: Sequence[Match], depth: int) -> list[tuple[float, int]]:
-        """The most probable next tokens, with their probabilities, falling."""
+    def _with_matches(
+        self, context: tuple[int, ...], matches: Sequence[Match], depth: int
+    ) -> tuple[list[int], list[float]]:
+        """The most probable next tokens, and their probabilities, falling."""
         tokens, probs = self._tables.successors(context)
-        if not matches:
-            return list(zip(probs, tokens))
         rest, shares = 1.0, {}
         for match in matches:
             token = match.next_token(depth)
             if token >= 0 and token not in shares:
                 shares[token] = rest * self._trust(match.length + depth)
                 rest -= shares[token]
-        found = [(rest * prob + shares.pop(token, 0.0), token) for prob, token in zip(probs, tokens)]
-        found += [(share, token) for token, share in shares.items()]
-        found.sort(key=lambda candidate: -candidate[0])
-        return found
+        found = {token: rest * prob for token, prob in zip(tokens, probs)}
+        for token, share in shares.items():
+            found[token] = found.get(token, 0.0) + share
+        tokens = sorted(found, key=found.__getitem__, reverse=True)
+        return tokens, [found[token] for token in tokens]
 
 
 def most_probable(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

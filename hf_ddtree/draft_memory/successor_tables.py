@@ -34,10 +34,11 @@ LEAST_OBSERVED = 0.002
 TOKEN_BITS = 20
 # Kinds of contexts, the two lowest bits of a code: the token before the last alone, or the last one, two or three.
 SKIP, ONE, TWO, THREE = range(4)
+KIND_BITS = 2
 # The slot of contexts that were never seen, and that of what was said lately in any context.
 UNSEEN, LATELY = 0, 1
 FIRST_CAPACITY = 1 << 12
-# Observations that are merged at once; those of one context in them count alike.
+# Observations that are looked at together; those of one context in them count alike.
 MOST_AT_ONCE = 2048
 BYTES_PER_SLOT = 8 * WIDTH + 8 + 160
 
@@ -54,9 +55,9 @@ class SuccessorTables:
         self.most_slots = most_slots
         self.longest_context = longest_context
         self._clock = 0
-        self._slot_of: dict[int, int] = {}
-        self._next_slot = LATELY + 1
+        self._slot_of = _Slots()
         self._tokens = np.zeros((FIRST_CAPACITY, WIDTH), dtype=np.int32)
+        self._tokens[: LATELY + 1] = -1
         self._probs = np.zeros((FIRST_CAPACITY, WIDTH), dtype=np.float32)
         self._counts = np.zeros(FIRST_CAPACITY, dtype=np.float32)
         self._used_at = np.zeros(FIRST_CAPACITY, dtype=np.int32)
@@ -71,19 +72,20 @@ class SuccessorTables:
         Args:
             context: The last three tokens, the newest last; -1 where there is none.
         """
-        third, second, last = (1 + token & _MASK for token in context)
-        slot_of = self._slot_of
-        pair = (second << TOKEN_BITS | last) << 2
+        third, second, last = context
+        third, second, last = third + 1 & _MASK, second + 1 & _MASK, last + 1 & _MASK
+        slot_of = self._slot_of.get
+        pair = (second << TOKEN_BITS | last) << KIND_BITS
         # Codes of contexts longer than the longest are never in the table.
         slot = (
-            slot_of.get(third << (2 * TOKEN_BITS + 2) | pair | THREE)
-            or slot_of.get(pair | TWO)
-            or slot_of.get(last << 2 | ONE)
+            slot_of(third << 2 * TOKEN_BITS + KIND_BITS | pair | THREE)
+            or slot_of(pair | TWO)
+            or slot_of(last << KIND_BITS | ONE)
         )
         if slot:
             self._used_at[slot] = self._clock
             return self._tokens[slot].tolist(), self._probs[slot].tolist()
-        skip = slot_of.get(second << 2 | SKIP, UNSEEN)
+        skip = slot_of(second << KIND_BITS | SKIP, UNSEEN)
         found: dict[int, float] = {}
         for slot, share in ((skip, SKIP_SHARE), (LATELY, LATELY_SHARE)):
             for token, prob in zip(self._tokens[slot].tolist(), self._probs[slot].tolist()):
@@ -96,43 +98,104 @@ class SuccessorTables:
 
         Args:
             contexts: `(n, 3)` int64, the last three tokens, the newest last; -1 where there is none.
-            token_ids: `(n, k)` integers, the most probable next tokens.
-            probs: `(n, k)` float32, their probabilities.
+            token_ids: `(n, k)` integers, the most probable next tokens, distinct.
+            probs: `(n, k)` float32, their probabilities, falling.
         """
+        said = probs[:, 0] >= LEAST_OBSERVED
+        if not said.all():
+            contexts, token_ids, probs = contexts[said], token_ids[said], probs[said]
         for start in range(0, len(contexts), MOST_AT_ONCE):
             part = slice(start, start + MOST_AT_ONCE)
-            self._teach(contexts[part], token_ids[part], probs[part])
+            self._teach(contexts[part], token_ids[part, :WIDTH].astype(np.int32), probs[part, :WIDTH])
 
     def _teach(self, contexts: np.ndarray, token_ids: np.ndarray, probs: np.ndarray) -> None:
-        kinds = 1 + self.longest_context
-        self._make_room(kinds * len(contexts))
+        codes = _codes_of(contexts)[:, : 1 + self.longest_context]
+        self._make_room(codes.size)
         self._clock += 1
-        said = probs[:, 0] >= LEAST_OBSERVED
-        contexts, token_ids, probs = contexts[said], token_ids[said], probs[said]
-        if not len(probs):
-            return
-        codes = _codes_of(contexts)[:, :kinds]
-        tokens, begun = self._rows_of(codes)
-        unique, first, inverse, repeats = np.unique(
-            codes.ravel(), return_index=True, return_inverse=True, return_counts=True
-        )
-        slots = self._slots_for(unique)
-        is_skip = unique & 3 == SKIP
-        prior = np.where(is_skip, np.float32(SKIP_PRIOR_WEIGHT), np.float32(PRIOR_WEIGHT))
-        kept, added = self._count(slots, repeats, prior)
-        tokens, begun = tokens.reshape(-1, tokens.shape[-1])[first], begun.reshape(-1, begun.shape[-1])[first]
-        item_weights = added[inverse].reshape(-1, kinds, 1) * probs[:, None, :]
-        item_tokens = np.broadcast_to(token_ids[:, None, :], item_weights.shape)
-        owners = np.broadcast_to(inverse.reshape(-1, kinds, 1), item_weights.shape)
-        is_kept = begun > 0
-        is_new = np.broadcast_to((probs >= LEAST_OBSERVED)[:, None, :], item_weights.shape)
-        self._merge(
-            slots,
-            np.concatenate((np.broadcast_to(np.arange(len(slots))[:, None], begun.shape)[is_kept], owners[is_new])),
-            np.concatenate((tokens[is_kept], item_tokens[is_new])),
-            np.concatenate(((begun * kept[:, None])[is_kept], item_weights[is_new])),
-        )
-        self._teach_lately(token_ids, probs)
+        first_new = self._slot_of.next_slot
+        order = codes.argsort(axis=None, kind="stable")
+        in_order = codes.ravel()[order]
+        is_start = np.concatenate(([True], in_order[1:] != in_order[:-1]))
+        starts = is_start.nonzero()[0]
+        slots = self._slots_of(in_order[starts])
+        self._used_at[slots] = self._clock
+        slot_at = np.empty(codes.size, dtype=np.int64)
+        slot_at[order] = slots[is_start.cumsum() - 1]
+        begun, shares = self._begun(slot_at.reshape(codes.shape), first_new)
+        firsts = order[starts]
+        at, kinds = np.divmod(order, codes.shape[1])
+        repeats = np.diff(starts, append=len(order))
+        observed = _means(at, starts, repeats, token_ids, probs)
+        self._move(slots, begun[firsts], shares[firsts], _PRIORS[kinds[starts]], repeats, *observed)
+        self._move_lately(token_ids, probs)
+
+    def _begun(self, slots: np.ndarray, first_new: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each context, from the shortest on, the slot that it goes on from, and its share.
+
+        A new one begins with the next shorter one, that of one token with a part of the skip, or of what was said
+        lately.
+        """
+        begun, shares = slots.T.copy(), np.ones(slots.T.shape, dtype=np.float32)
+        is_new = begun >= first_new
+        begun[SKIP] = np.where(is_new[SKIP], UNSEEN, begun[SKIP])
+        begun[ONE] = np.where(is_new[ONE], np.where(is_new[SKIP], LATELY, begun[SKIP]), begun[ONE])
+        shares[ONE] = np.where(is_new[ONE], np.where(is_new[SKIP], LATELY_SHARE, SKIP_SHARE), 1.0)
+        for kind in range(TWO, len(begun)):
+            begun[kind] = np.where(is_new[kind], begun[kind - 1], begun[kind])
+            shares[kind] = np.where(is_new[kind], shares[kind - 1], 1.0)
+        return begun.T.ravel(), shares.T.ravel()
+
+    def _move(
+        self,
+        slots: np.ndarray,
+        begun: np.ndarray,
+        shares: np.ndarray,
+        priors: np.ndarray,
+        repeats: np.ndarray,
+        token_ids: np.ndarray,
+        probs: np.ndarray,
+    ) -> None:
+        """Moves the distribution of each of some distinct slots towards the mean of its observations.
+
+        Args:
+            slots: `(m,)`.
+            begun: `(m,)`, the slot of the distribution that it moves from.
+            shares: `(m,)`, what that is multiplied with.
+            priors: `(m,)`, what it weighs without observations.
+            repeats: `(m,)`, how many observations it is the mean of.
+            token_ids: `(m, WIDTH)` int32.
+            probs: `(m, WIDTH)` float32.
+        """
+        fading = DECAY ** repeats.astype(np.float32)
+        old_counts = fading * self._counts[slots]
+        counts = old_counts + (1.0 - fading) / (1.0 - DECAY)
+        self._counts[slots] = counts
+        moved = 1.0 - (old_counts + priors) / (counts + priors)
+        tokens = np.concatenate((self._tokens.take(begun, axis=0), token_ids), axis=1)
+        begun_with = self._probs.take(begun, axis=0) * ((1.0 - moved) * shares)[:, None]
+        weights = np.concatenate((begun_with, probs * moved[:, None]), axis=1)
+        # Slots become the last axis, as NumPy is slow along short ones.
+        tokens, weights = np.ascontiguousarray(tokens.T), np.ascontiguousarray(weights.T)
+        old, new = weights[:WIDTH], weights[WIDTH:]
+        same = tokens[:WIDTH, None] == tokens[None, WIDTH:]
+        old += np.einsum("wkm,km->wm", same, new)
+        new[same.any(axis=0)] = 0.0
+        # Weights above tokens in one integer are sorted at once: the bits of positive floats rise with them.
+        packed = ~weights.view(np.int32).astype(np.int64) << 32 | tokens
+        packed[weights <= 0.0] = _NOTHING
+        best = np.sort(packed.T, axis=1)[:, :WIDTH]
+        self._tokens[slots] = best
+        self._probs[slots] = (~(best >> 32)).astype(np.int32).view(np.float32)
+
+    def _move_lately(self, token_ids: np.ndarray, probs: np.ndarray) -> None:
+        """Moves what was said lately towards the mean of some observations."""
+        kept = DECAY ** len(probs)
+        tokens = np.concatenate((self._tokens[LATELY], token_ids.ravel()))
+        weights = np.concatenate((self._probs[LATELY] * kept, probs.ravel() * ((1.0 - kept) / len(probs))))
+        tokens, places = np.unique(tokens, return_inverse=True)
+        sums = np.bincount(places, weights)
+        best = sums.argsort()[: -WIDTH - 1 : -1]
+        self._tokens[LATELY, : len(best)], self._probs[LATELY, : len(best)] = tokens[best], sums[best]
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """What `set_arrays` takes: codes, tokens, probabilities and counts of all contexts, the used ones last."""
@@ -159,112 +222,110 @@ class SuccessorTables:
         for array, shape, dtype in zip((codes, tokens, probs, counts), shapes, dtypes):
             if array.shape != shape or array.dtype != dtype:
                 raise ValueError(f"an array is {array.dtype} {array.shape}, not {np.dtype(dtype)} {shape}")
-        if not ((probs >= 0) & (probs <= 2)).all() or not ((counts >= 0) & (counts < 1e6)).all() or (tokens < 0).any():
+        in_range = (probs >= 0) & (probs <= 2) & (tokens >= -1)
+        if not in_range.all() or not ((counts >= 0) & (counts < 1e6)).all():
             raise ValueError("probabilities, counts or tokens are out of range")
         first = max(0, len(codes) - self.most_slots // 2)
         codes = codes[first:]
-        self._slot_of, self._next_slot = {}, LATELY + 1
+        self._slot_of.clear()
         self._make_room(len(codes))
-        slots = self._slots_for(codes)
+        slots = self._slots_of(codes)
         self._tokens[slots], self._probs[slots], self._counts[slots] = tokens[first:], probs[first:], counts[first:]
 
-    def _teach_lately(self, token_ids: np.ndarray, probs: np.ndarray) -> None:
-        slot = np.array([LATELY])
-        kept, added = self._count(slot, np.array([len(probs)]), np.zeros(1, dtype=np.float32))
-        tokens = np.concatenate((self._tokens[LATELY], token_ids.ravel()))
-        weights = np.concatenate((self._probs[LATELY] * kept, (probs * added).ravel()))
-        self._merge(slot, np.zeros(len(tokens), dtype=np.int64), tokens, weights)
-
-    def _rows_of(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and probabilities `(n, kinds, 2 * WIDTH)` of each context's slot, or what a new one begins with."""
-        slots = self._find(codes)
-        tokens = np.zeros((*codes.shape, 2 * WIDTH), dtype=np.int32)
-        probs = np.zeros((*codes.shape, 2 * WIDTH), dtype=np.float32)
-        tokens[..., :WIDTH], probs[..., :WIDTH] = self._tokens[slots], self._probs[slots]
-        unseen = slots == UNSEEN
-        new = unseen[:, ONE]
-        tokens[new, ONE, :WIDTH], tokens[new, ONE, WIDTH:] = tokens[new, SKIP, :WIDTH], self._tokens[LATELY]
-        probs[new, ONE, :WIDTH] = SKIP_SHARE * probs[new, SKIP, :WIDTH]
-        probs[new, ONE, WIDTH:] = LATELY_SHARE * self._probs[LATELY]
-        for kind in range(TWO, codes.shape[1]):
-            new = unseen[:, kind]
-            tokens[new, kind], probs[new, kind] = tokens[new, kind - 1], probs[new, kind - 1]
-        return tokens, probs
-
-    def _count(self, slots: np.ndarray, repeats: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Counts `repeats` observations of each slot; what its old distribution and each of them weigh then."""
-        fading = DECAY**repeats
-        old = fading * self._counts[slots]
-        counts = old + (1 - fading) / (1 - DECAY)
-        self._counts[slots] = counts
-        self._used_at[slots] = self._clock
-        kept = ((old + prior) / (counts + prior)).astype(np.float32)
-        return kept, (1 - kept) / repeats.astype(np.float32)
-
-    def _merge(self, slots: np.ndarray, owners: np.ndarray, tokens: np.ndarray, weights: np.ndarray) -> None:
-        """Sets each slot to the sums of its entries' weights by token, the largest `WIDTH` of them."""
-        keys = owners << 32 | tokens
-        order = keys.argsort()
-        keys = keys[order]
-        starts = np.concatenate(([True], keys[1:] != keys[:-1])).nonzero()[0]
-        sums, keys = np.add.reduceat(weights[order], starts), keys[starts]
-        owners = keys >> 32
-        order = (2.0 * owners - sums).argsort()
-        ranks = np.arange(len(order)) - owners.searchsorted(np.arange(len(slots)))[owners]
-        kept = ranks < WIDTH
-        order, rows, ranks = order[kept], slots[owners[kept]], ranks[kept]
-        self._probs[slots] = 0
-        self._tokens[rows, ranks] = keys[order] & 0xFFFFFFFF
-        self._probs[rows, ranks] = sums[order]
-
-    def _find(self, codes: np.ndarray) -> np.ndarray:
-        """The slot of each code, `UNSEEN` where it has none."""
-        get = self._slot_of.get
-        return np.array([get(code, UNSEEN) for code in codes.ravel().tolist()], dtype=np.int64).reshape(codes.shape)
-
-    def _slots_for(self, codes: np.ndarray) -> np.ndarray:
-        """The slot of each of some distinct codes, a new one where it has none."""
-        slots = self._find(codes)
-        new = (slots == UNSEEN).nonzero()[0]
-        slots[new] = np.arange(self._next_slot, self._next_slot + len(new))
-        self._slot_of.update(zip(codes[new].tolist(), slots[new].tolist()))
-        self._next_slot += len(new)
-        self._counts[slots[new]] = 0
-        return slots
+    def _slots_of(self, codes: np.ndarray) -> np.ndarray:
+        """The slot of each code, a new one where it has none."""
+        return np.fromiter(map(self._slot_of.__getitem__, codes.tolist()), dtype=np.int64, count=len(codes))
 
     def _make_room(self, num_new: int) -> None:
         """Sees to it that so many new contexts can be added."""
-        if self._next_slot + num_new > self.most_slots:
+        if self._slot_of.next_slot + num_new > self.most_slots:
             self._drop_half()
         capacity = len(self._counts)
-        if self._next_slot + num_new <= capacity:
-            return
-        more = max(capacity, num_new)
-        self._tokens, self._probs, self._counts, self._used_at = (
-            np.concatenate((part, np.zeros((more, *part.shape[1:]), dtype=part.dtype)))
-            for part in (self._tokens, self._probs, self._counts, self._used_at)
-        )
+        if self._slot_of.next_slot + num_new > capacity:
+            more = max(capacity, num_new)
+            self._tokens, self._probs, self._counts, self._used_at = (
+                np.concatenate((part, np.zeros((more, *part.shape[1:]), dtype=part.dtype)))
+                for part in (self._tokens, self._probs, self._counts, self._used_at)
+            )
 
     def _drop_half(self) -> None:
         """Drops the half of the contexts that was used longest ago."""
         codes, slots = (np.array(list(part), dtype=np.int64) for part in (self._slot_of, self._slot_of.values()))
         newest = np.argsort(-self._used_at[slots], kind="stable")[: len(slots) // 2]
-        self._keep(codes[newest], slots[newest])
-
-    def _keep(self, codes: np.ndarray, slots: np.ndarray) -> None:
-        first, end = LATELY + 1, LATELY + 1 + len(slots)
+        codes, slots = codes[newest], slots[newest]
+        end = LATELY + 1 + len(slots)
         for part in (self._tokens, self._probs, self._counts, self._used_at):
-            part[first:end] = part[slots]
-        self._slot_of = dict(zip(codes.tolist(), range(first, end)))
-        self._next_slot = end
+            part[LATELY + 1 : end] = part[slots]
+        self._counts[end:] = 0
+        self._slot_of = _Slots(zip(codes.tolist(), range(LATELY + 1, end)))
+
+
+class _Slots(dict[int, int]):
+    """The slot of each code; gives those that have none the next one."""
+
+    @property
+    def next_slot(self) -> int:
+        return LATELY + 1 + len(self)
+
+    def __missing__(self, code: int) -> int:
+        slot = self[code] = self.next_slot
+        return slot
 
 
 _MASK = (1 << TOKEN_BITS) - 1
+# By kind of context: what a slot weighs before it was observed.
+_PRIORS = np.array([SKIP_PRIOR_WEIGHT, PRIOR_WEIGHT, PRIOR_WEIGHT, PRIOR_WEIGHT], dtype=np.float32)
+# An entry of probability 0 and token -1.
+_NOTHING = -1
 
 
 def _codes_of(contexts: np.ndarray) -> np.ndarray:
     """`(n, 4)` int64, the code of each kind of context."""
+    codes = np.empty((len(contexts), 4), dtype=np.int64)
     third, second, last = (contexts + 1 & _MASK).T
-    pair = second << TOKEN_BITS | last
-    codes = np.stack((second, last, pair, third << 2 * TOKEN_BITS | pair), axis=1)
-    return codes << 2 | np.arange(4)
+    codes[:, SKIP] = second
+    codes[:, ONE] = last
+    codes[:, TWO] = second << TOKEN_BITS | last
+    codes[:, THREE] = third << 2 * TOKEN_BITS | codes[:, TWO]
+    return codes << KIND_BITS | np.arange(4)
+
+
+def _means(
+    at: np.ndarray, starts: np.ndarray, repeats: np.ndarray, token_ids: np.ndarray, probs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of each group of observations, its `WIDTH` most probable tokens.
+
+    Args:
+        at: `(items,)`, which observation; groups are consecutive.
+        starts: `(m,)`, where each group begins.
+        repeats: `(m,)`, how many it has.
+        token_ids: `(n, k)` int32.
+        probs: `(n, k)` float32.
+
+    Returns:
+        Tokens `(m, WIDTH)` int32 and probabilities `(m, WIDTH)` float32, 0 where there are fewer.
+    """
+    tokens = np.zeros((len(starts), WIDTH), dtype=np.int32)
+    means = np.zeros((len(starts), WIDTH), dtype=np.float32)
+    first = at[starts]
+    tokens[:, : token_ids.shape[1]], means[:, : probs.shape[1]] = token_ids[first], probs[first]
+    groups = (repeats > 1).nonzero()[0]
+    if not len(groups):
+        return tokens, means
+    owners = np.repeat(np.arange(len(groups)), repeats[groups])
+    items = at[np.repeat(repeats > 1, repeats)]
+    weights = probs[items] / repeats[groups][owners, None]
+    keys = (owners[:, None] << 32 | token_ids[items]).ravel()
+    order = keys.argsort()
+    keys = keys[order]
+    new = np.concatenate(([True], keys[1:] != keys[:-1])).nonzero()[0]
+    sums, keys = np.add.reduceat(weights.ravel()[order], new), keys[new]
+    owners = keys >> 32
+    # Each group's tokens by falling probability.
+    order = (2.0 * owners - sums).argsort()
+    ranks = np.arange(len(order)) - owners.searchsorted(np.arange(len(groups)))[owners]
+    kept = ranks < WIDTH
+    order, rows, ranks = order[kept], groups[owners[kept]], ranks[kept]
+    means[groups] = 0.0
+    tokens[rows, ranks], means[rows, ranks] = keys[order] & 0xFFFFFFFF, sums[order]
+    return tokens, means
