@@ -35,7 +35,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 import hf_ddtree
 from hf_ddtree import DFlashTreeCandidateGenerator, DraftContext, DraftTree
 from hf_ddtree.demo import demo_prompts
-from hf_ddtree.target.preallocation import ROOM_FRACTION, growing
+from hf_ddtree.target.preallocation import ROOM_DIVISOR, growing
 from hf_ddtree.testing import SetAccuracyGenerator
 from hf_ddtree.tree.build import build_tree
 
@@ -263,7 +263,7 @@ def main(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # Enough rounds for the room to be used up.
-    rounds = CACHED // ROOM_FRACTION // 5 + 8
+    rounds = CACHED // ROOM_DIVISOR // 5 + 8
     memory = {"stock": memory_of(concatenating, 8), "in place": memory_of(growing, rounds)}
     summary, runs = measure(prompts, tokens, longest)
     summary["memory"] = memory

@@ -39,7 +39,7 @@ from .interop.wrappers import unwrapped
 from .output import DDTreeOutput, DDTreeStats
 from .shared_drafters import shared_drafter
 from .target.past_recording import keeps_past
-from .target.requirements import check_cache, check_no_noise, check_positions, check_processes, check_target
+from .target.requirements import check_cache, check_no_noise, check_processes, check_rotary_limit, check_target
 from .target.static_cache import buffer_length, make_room_for_trees
 from .validation import UnsupportedError, describe_type
 
@@ -104,7 +104,7 @@ class DDTreeDecoding:
             check_processes(model, generation_config, self.synced_gpus)
             check_target(model)
             check_no_noise(model)
-            check_positions(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
+            check_rotary_limit(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
             drafter = self._drafter_for(model)
             generator = self._make_generator(model, drafter)
             policy = policy_for(self.config.tree_budget, model, drafter, generator)

@@ -88,7 +88,7 @@ class ChoicesOnDevice:
                 return
 
     def rewind_rng(self, steps: int) -> None:
-        """Leaves the random generator as if so many tokens per row had been drawn and no more."""
+        """Leaves the random generator as if that many tokens per row had been drawn and no more."""
         if steps < len(self._random_states):
             _set_random_state(self._logits.device, self._random_states[steps])
 

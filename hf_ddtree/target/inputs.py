@@ -13,7 +13,7 @@ from ..interop.models import attention_implementation
 from ..tree.tree_batch import TreeBatch
 from .cache_rows import CommittedRows
 from .layers import WINDOWS, layer_types, window_of
-from .requirements import check_inputs
+from .requirements import check_keeps_positions
 from .static_cache import buffer_length
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -33,11 +33,11 @@ def model_inputs_of(
     """
     inputs = model_kwargs | {"attention_mask": attention_mask}
     inputs["position_ids"] = rows.root_positions() + batch.depths
-    for name in TOKEN_TYPES:
+    for name in TOKEN_TYPES:  # nodes continue the text, so they have its last token's type
         if inputs.get(name) is not None:
             inputs[name] = inputs[name][:, -1:].expand(-1, batch.num_nodes)
     model_inputs = model.prepare_inputs_for_generation(batch.token_ids, **inputs)
-    check_inputs(model, model_inputs)
+    check_keeps_positions(model, model_inputs)
     if "logits_to_keep" in model_inputs:
         model_inputs["logits_to_keep"] = 0
     return model_inputs

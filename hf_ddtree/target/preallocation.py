@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 # 256 entries, or a 256th of the length if that is more: so at most 256 entries are copied per new one.
 LEAST_ROOM = 256
-ROOM_FRACTION = 256
+ROOM_DIVISOR = 256
 
 
 class GrowingTensor:
@@ -34,7 +34,7 @@ class GrowingTensor:
         length, num_new = entries.shape[-2], new.shape[-2]
         buffer = self._buffer
         if buffer is None or not self.has_room(entries, num_new):
-            room = num_new + following + max(LEAST_ROOM, length // ROOM_FRACTION)
+            room = num_new + following + max(LEAST_ROOM, length // ROOM_DIVISOR)
             buffer = entries.new_empty((*entries.shape[:-2], length + room, entries.shape[-1]))
             buffer[..., :length, :] = entries
             self._buffer = buffer

@@ -318,7 +318,7 @@ REFUSALS: tuple[Callable[[PreTrainedModel], str | None], ...] = (
 )
 
 
-def check_inputs(model: PreTrainedModel, model_inputs: dict[str, Any]) -> None:
+def check_keeps_positions(model: PreTrainedModel, model_inputs: dict[str, Any]) -> None:
     """Refuses a model that drops the positions given to `prepare_inputs_for_generation`.
 
     Args:
@@ -341,7 +341,9 @@ def _drops_positions(model_inputs: dict[str, Any]) -> str | None:
     )
 
 
-def check_positions(model: PreTrainedModel, input_ids: Tensor, max_length: int | None, position_ids: Tensor) -> None:
+def check_rotary_limit(
+    model: PreTrainedModel, input_ids: Tensor, max_length: int | None, position_ids: Tensor
+) -> None:
     """Refuses a call in which the rotary embedding could change between forwards.
 
     Some rotary embeddings choose the frequencies of a whole forward by its highest position. The deepest node of a

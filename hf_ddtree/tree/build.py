@@ -220,9 +220,9 @@ def _pairs_by_state(in_state: np.ndarray, budget: int, width: int) -> tuple[np.n
     return _pairs_of(ranks, budget, width)
 
 
-# Up to so many nodes a heap takes less time than arrays of all prefixes of a depth.
+# Up to this many nodes a heap takes less time than arrays of all prefixes of a depth.
 FEW_NODES = 24
-# Up to so many pairs it takes less time to look at all of them than to find out which can be among the best.
+# Up to this many pairs it takes less time to look at all of them than to find out which can be among the best.
 MANY_PAIRS = 2**13
 
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
-
-if TYPE_CHECKING:
-    pass
-
-TreeShape = Literal["best_first", "spine_first", "chain"]
-
+from typing import Literal, get_args
 
 # Most nodes of a tree.
 MOST_NODES = 4096
 
-
+TreeShape = Literal["best_first", "spine_first", "chain"]
 TREE_SHAPES: tuple[str, ...] = get_args(TreeShape)
 
 

@@ -10,7 +10,7 @@ from ...target.requirements import check_target
 from ..checkpoint import Checkpoint
 
 # Each model pads its embedding table to a round size and adds rows for its own tokens. Tables of one tokenizer differ
-# by at most so many rows, and by at most this fraction of the larger table; those of two tokenizers by more.
+# by at most this many rows, and by at most this fraction of the larger table; those of two tokenizers by more.
 MOST_VOCAB_PADDING, MOST_OF_VOCAB = 1024, 1 / 16
 
 
