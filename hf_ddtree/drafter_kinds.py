@@ -15,6 +15,7 @@ from .candidate_generators.base import TreeCandidateGenerator
 from .candidate_generators.causal_lm import CausalLMTreeCandidateGenerator
 from .candidate_generators.dflash import DFlashTreeCandidateGenerator
 from .candidate_generators.eagle3 import Eagle3TreeCandidateGenerator
+from .candidate_generators.gemma4_assistant import Gemma4AssistantTreeCandidateGenerator
 from .candidate_generators.mtp import MTPTreeCandidateGenerator
 from .candidate_generators.sequential_head import SequentialHeadTreeCandidateGenerator
 from .configuration import DDTreeConfig
@@ -30,6 +31,12 @@ from .drafters.dspark import DSparkDraftModel
 from .drafters.dspark.checkpoint import is_dspark, read_dspark_config
 from .drafters.eagle3 import Eagle3DraftModel
 from .drafters.eagle3.checkpoint import check_eagle3_fits, is_eagle3, load_eagle3, read_eagle3_config
+from .drafters.gemma4_assistant.checkpoint import check_config_fits as check_gemma4_assistant_fits
+from .drafters.gemma4_assistant.checkpoint import (
+    is_gemma4_assistant,
+    is_gemma4_assistant_checkpoint,
+    load_gemma4_assistant,
+)
 from .drafters.mtp.checkpoint import OWN_CHECKPOINT, check_mtp_fits, is_mtp, load_mtp
 from .drafters.mtp.model import MTPDrafter
 from .drafters.native.checkpoint import check_native_fits, is_native_checkpoint, load_native
@@ -105,8 +112,6 @@ _SPECULATORS = (
 
 # Drafters that are known and not supported, by their class, and why.
 UNSUPPORTED = {
-    "Gemma4AssistantForCausalLM": "it attends to the target's own cache, which is not passed to drafters here",
-    "Gemma4UnifiedAssistantForCausalLM": "it attends to the target's own cache, which is not passed to drafters here",
     "Gemma4DSparkModel": "its layers are Gemma 4's, and only DSpark drafters with Qwen3's layers are read",
 }
 
@@ -283,6 +288,24 @@ DRAFTER_KINDS = (
         load=load_eagle3,
         matches=lambda drafter: isinstance(drafter, Eagle3DraftModel),
         make_generator=Eagle3TreeCandidateGenerator,
+    ),
+    DrafterKind(
+        name="assistant of Gemma 4",
+        tree=_LEVELWISE,
+        formats=(
+            Format(
+                "Google",
+                "`model_type` `gemma4_assistant` or `gemma4_unified_assistant`",
+                "a Gemma 4 as the target, whose own keys and values it reads",
+                "test_gemma4_assistant.py::test_chains_are_those_of_transformers",
+            ),
+        ),
+        recognises=lambda checkpoint, _: is_gemma4_assistant_checkpoint(checkpoint),
+        read_config=Checkpoint.read_config,
+        check_fits=check_gemma4_assistant_fits,
+        load=load_gemma4_assistant,
+        matches=is_gemma4_assistant,
+        make_generator=Gemma4AssistantTreeCandidateGenerator,
     ),
     DrafterKind(
         name="causal language model",

@@ -232,9 +232,10 @@ def test_no_fewer_tokens_a_forward_than_assisted_decoding(family):
             rounds[shape] += out.ddtree_stats.target_forwards - 1
             drafts[shape] += out.ddtree_stats.draft_forwards - 1
     assert rounds["spine_first"] <= rounds["chain"] <= rounds["assisted"]
-    # Five a round; near the end assisted decoding knows how few tokens are missing and drafts no more.
-    assert drafts["spine_first"] <= drafts["chain"] == 5 * rounds["chain"]
-    assert drafts["assisted"] <= 5 * rounds["assisted"]
+    # Five a round, and near the end no more than can still be emitted.
+    assert drafts["spine_first"] <= drafts["chain"] <= 5 * rounds["chain"]
+    if rounds["chain"] == rounds["assisted"]:
+        assert drafts["chain"] == drafts["assisted"]
 
 
 # --- what fits ------------------------------------------------------------------------------------------------------

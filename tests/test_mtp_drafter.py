@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 
@@ -19,6 +20,7 @@ from transformers.modeling_layers import MtpModel
 import hf_ddtree
 from hf_ddtree import DDTreeConfig, DraftContext, MTPTreeCandidateGenerator
 from hf_ddtree.candidate_generators import mtp
+from hf_ddtree.candidate_generators.levelwise import DEFAULT_DRAFT_LENGTH
 from hf_ddtree.drafters.mtp.model import MTPDrafter
 from hf_ddtree.target.features import FeatureRecorder
 
@@ -218,17 +220,21 @@ def test_a_row_drafts_what_it_drafts_alone(pair, family, monkeypatch):
     target, drafter = pair(family)
     ids = random_tokens(8, (3, 12), VOCAB_SIZE)
     mask = (torch.arange(12) >= torch.tensor([[0], [5], [2]])).long()
-    arguments = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+    arguments = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
     arguments |= {"generation_strategy": "ddtree", "assistant_model": drafter, "return_trees": True, "tree_budget": 6}
     alone = []
     for row, is_token in zip(ids, mask.bool()):
-        out = target.generate(row[None, is_token], **arguments)
-        alone.append([tree.token_ids.tolist() for (tree,) in out.ddtree_stats.trees])
+        stats = target.generate(row[None, is_token], **arguments).ddtree_stats
+        emitted = itertools.accumulate(stats.accepted_lengths, initial=1)
+        # Near its end a row is not drafted for as deep as one that has more room.
+        deep = [tree for (tree,), so_far in zip(stats.trees, emitted) if 20 - so_far > DEFAULT_DRAFT_LENGTH]
+        assert len(deep) > 5
+        alone.append([tree.token_ids.tolist() for tree in deep])
     monkeypatch.setattr(mtp, "TOKENS_AT_ONCE", 4)
     out = target.generate(ids * mask, attention_mask=mask, **arguments)
     for row, expected in enumerate(alone):
         got = [trees[row].token_ids.tolist() for trees in out.ddtree_stats.trees]
-        assert got[: len(expected) - 1] == expected[:-1]
+        assert got[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])

@@ -28,6 +28,7 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     Attributes:
         feature_layers: Decoder layers of the target, from 0, whose outputs the generator needs.
+        reads_whole_prompt: Whether it needs their outputs for every token of a prompt, and not for the last one alone.
         build_seconds: Time spent on turning distributions into trees since the last `start`.
         num_forwards: Forwards of the drafter since the last `start`.
         state: What it knows of the sequences, for a later call that goes on with them; None if nothing.
@@ -36,6 +37,7 @@ class TreeCandidateGenerator(CandidateGenerator):
     """
 
     feature_layers: tuple[int, ...] = ()
+    reads_whole_prompt: bool = True
     state: Any = None
     end_tokens: frozenset[int] = frozenset()
     learns: ClassVar[bool] = False

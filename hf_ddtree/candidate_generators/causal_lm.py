@@ -143,7 +143,7 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             self._prefill()
         trees = self._new_trees(roots, budget)
         with self._cached_drafter().recording_past():
-            return self._grow(trees, self._levels(trees, self._width(budget)))
+            return self._grow(trees, self._levels(trees, self._width(budget)), context.tokens_left)
 
     def _levels(self, trees: list[GrowingTree], width: int) -> Iterator[tuple[Tensor, Tensor]]:
         """For each level the candidates after the frontiers."""

@@ -33,6 +33,7 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
         self._lookup = lookup
         self._is_chain = config is not None and config.tree_shape == "chain"
         self.feature_layers = drafter.feature_layers
+        self.reads_whole_prompt = drafter.reads_whole_prompt
         self.end_tokens = drafter.end_tokens | lookup.end_tokens
 
     @property

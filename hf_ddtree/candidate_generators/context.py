@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..target.committed_cache import CommittedCache
 from ..tree.draft_tree import DraftTree
 
 
@@ -29,6 +30,9 @@ class DraftContext:
         emitted: For each row, the tokens that it has emitted since the last call; none if it had finished. Empty
             before there was a round, or outside of tree decoding.
         last_tokens: For each row the last of `input_ids`, if the host knows them; see `roots`.
+        target_cache: What the target keeps of the tokens that it has seen, to be read alone. None outside of tree
+            decoding.
+        tokens_left: Most tokens that a row may still emit, so that no tree need be as deep; None if it is not known.
     """
 
     input_ids: Tensor
@@ -38,6 +42,8 @@ class DraftContext:
     attention_mask: Tensor | None = None
     emitted: Sequence[Sequence[int]] = ()
     last_tokens: Sequence[int] = ()
+    target_cache: CommittedCache | None = None
+    tokens_left: int | None = None
 
     @property
     def roots(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -28,17 +29,22 @@ class LevelwiseTreeCandidateGenerator(TreeCandidateGenerator):
         """Most candidates below a node."""
         return min(budget, self.config.tree_top_k or budget)
 
-    def _grow(self, trees: list[GrowingTree], levels: Iterator[tuple[Tensor, Tensor]]) -> list[DraftTree]:
+    def _grow(
+        self, trees: list[GrowingTree], levels: Iterator[tuple[Tensor, Tensor]], tokens_left: int | None = None
+    ) -> list[DraftTree]:
         """Grows one tree per row.
 
         Args:
             trees: The trees, which hold their roots alone.
             levels: Yields for each level the log-probabilities and tokens of the candidates after the nodes of all
                 frontiers in turn, `(nodes, k)`, as `top_candidates` gives them.
+            tokens_left: Most tokens that a row may still emit; None if it is not known. The last is the target's own,
+                so levels beyond are not asked for.
         """
-        for level, (log_probs, token_ids) in enumerate(levels, start=1):
+        depth = self._draft_length if tokens_left is None else max(0, min(self._draft_length, tokens_left - 1))
+        for log_probs, token_ids in itertools.islice(levels, depth):
             with self.building():
                 grow_level(trees, log_probs, token_ids)
-            if level == self._draft_length or not any(len(tree.frontier) for tree in trees):
+            if not any(len(tree.frontier) for tree in trees):
                 break
         return [tree.tree() for tree in trees]

@@ -150,7 +150,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         if not self.state.streams:
             return [DraftTree.root_only(root) for root in roots]
         trees = self._new_trees(roots, budget)
-        return self._grow(trees, self._levels(trees, roots, self._width(budget)))
+        return self._grow(trees, self._levels(trees, roots, self._width(budget)), context.tokens_left)
 
     def _levels(self, trees: list[GrowingTree], roots: list[int], width: int) -> Iterator[tuple[Tensor, Tensor]]:
         """For each level the candidates after the frontiers."""

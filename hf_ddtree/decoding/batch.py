@@ -48,6 +48,13 @@ class Batch:
         """The finished rows that standard decoding pads, and their padding token."""
         return {row: group.pad_token for group in self.groups for row, pads in zip(group.rows, group.padding) if pads}
 
+    @property
+    def tokens_left(self) -> int | None:
+        """Most tokens that a row may still emit; None if no length is set."""
+        left = [group.tokens_left for group in self.groups if not group.finished]
+        known = [count for count in left if count is not None]
+        return max(known, default=0) if len(known) == len(left) else None
+
     def token_ids(self, pad_token: int = 0, pad_left: bool = True) -> Tensor:
         """`(batch, length)` int64, the tokens of all rows; shorter ones are padded."""
         if len(self.groups) == 1:

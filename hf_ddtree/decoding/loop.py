@@ -152,7 +152,8 @@ class TreeDecoder:
         is_whole = prompt_length(generation_config, model_kwargs) == prompt.shape[1]
         self._generator.start(prompt[:, : num_cached if is_whole else 0], num_cached)
         with recorder.recording_prompt(self._generator.reduce_features):
-            outputs = prefill(model, prompt, generation_config, model_kwargs, bool(recorder.layer_ids))
+            through_all_layers = bool(recorder.layer_ids) and self._generator.reads_whole_prompt
+            outputs = prefill(model, prompt, generation_config, model_kwargs, through_all_layers)
         self._stats.target_forwards += 1
         self._unseen = UnseenRounds(prompt, attention_mask, recorder.take_prompt(), self._generator.reduce_features)
         model_kwargs.update(kwargs_after_prefill(outputs, model_kwargs, model))
@@ -184,7 +185,7 @@ class TreeDecoder:
         if is_disabled and not most_nodes:
             self._stats.count_disabled()
         if most_nodes:
-            context = self._unseen.take(self._batch, rows.lengths)
+            context = self._unseen.take(self._batch, self._target.committed)
             with self._stats.stage("draft"):
                 proposed = self._generator.propose(context, most_nodes)
             trees = self._cut(checked_trees(proposed, context.roots, self._vocab_size), unfinished, most_nodes)
@@ -278,7 +279,7 @@ class TreeDecoder:
 
     def _finish(self) -> None:
         """Tells the generator what it has not seen, and makes the rows of a returned cache equally long."""
-        self._generator.finish(self._unseen.take(self._batch, self._target.rows.lengths))
+        self._generator.finish(self._unseen.take(self._batch, self._target.committed))
         if self._is_returned:
             self._pad_to_longest()
         self._stats.draft_forwards = self._generator.num_forwards

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..candidate_generators.context import DraftContext, join_features
 from ..devices import on_device
+from ..target.committed_cache import CommittedCache
 from .batch import Batch
 
 
@@ -46,13 +47,14 @@ class UnseenRounds:
         self._features.append(_features_of(features, paths))
         self._emitted = [[] if new is None else old + new for old, new in zip(self._emitted, emitted)]
 
-    def take(self, batch: Batch, lengths: Sequence[int]) -> DraftContext:
+    def take(self, batch: Batch, committed: CommittedCache) -> DraftContext:
         """The context for the generator's next proposal; the rounds in it are then forgotten.
 
         Args:
             batch: All rows.
-            lengths: Committed tokens of each row.
+            committed: What the target's cache holds of them.
         """
+        lengths = committed.rows.lengths
         token_ids = batch.token_ids()
         mask = _token_mask(self._prompt_mask, token_ids, lengths)
         of_rounds, counts = join_features(self._features)
@@ -61,7 +63,15 @@ class UnseenRounds:
         emitted = self._emitted
         self._of_prompt, self._features, self._emitted = [], [], [[] for _ in lengths]
         return DraftContext(
-            token_ids.clone(), tuple(lengths), features, num_features, mask, emitted, batch.last_tokens()
+            input_ids=token_ids.clone(),
+            root_positions=tuple(lengths),
+            features=features,
+            num_features=num_features,
+            attention_mask=mask,
+            emitted=emitted,
+            last_tokens=batch.last_tokens(),
+            target_cache=committed,
+            tokens_left=batch.tokens_left,
         )
 
 

@@ -20,6 +20,7 @@ from ..tree.draft_tree import DraftTree
 from ..tree.tree_batch import TreeBatch
 from .cache_rows import CommittedRows
 from .commit import commit
+from .committed_cache import CommittedCache
 from .compiled import CompiledForward
 from .features import FeatureRecorder
 from .inputs import attention_mask_of, model_inputs_of
@@ -83,6 +84,11 @@ class CachedModel:
         self._recorder = FeatureRecorder(model, ()) if recorder is None else recorder
         self._forward = forward
         self._keep_past = keep_past
+
+    @property
+    def committed(self) -> CommittedCache:
+        """What the cache holds between rounds."""
+        return CommittedCache(self.cache, self.rows)
 
     def recording_past(self) -> AbstractContextManager[None]:
         """Lets the cache's layers keep all that a round feeds them until the commit."""
