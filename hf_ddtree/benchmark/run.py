@@ -24,7 +24,7 @@ WARM_UP_TOKENS = 8
 def benchmark(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | Sequence[Sequence[int]],
     methods: Sequence[Method],
     *,
     max_new_tokens: int = 256,
@@ -47,7 +47,7 @@ def benchmark(
     Args:
         model: The target.
         tokenizer: Its tokenizer; its chat template is applied if it has one.
-        prompts: Texts.
+        prompts: Texts; or tokens, which are taken as they are.
         methods: From `make_methods`; the first is standard decoding.
         max_new_tokens: Tokens to generate for each prompt.
         batch_size: Prompts that are decoded together, padded at the left.
@@ -68,7 +68,7 @@ def benchmark(
         raise ValueError(f"`temperatures` must hold numbers of at least 0, but is {list(temperatures)}.")
     if not prompts:
         raise ValueError("`prompts` is empty. Give at least one text.")
-    if empty := [index for index, text in enumerate(prompts) if not text.strip()]:
+    if empty := [index for index, one in enumerate(prompts) if not (one.strip() if isinstance(one, str) else one)]:
         raise ValueError(f"`prompts` has empty texts at {empty}. Leave them out.")
     batches = [_encode(tokenizer, prompts[at : at + batch_size]) for at in range(0, len(prompts), batch_size)]
     settings = {
@@ -112,7 +112,9 @@ def benchmark(
     return report
 
 
-def _settings_of(model: PreTrainedModel, methods: Sequence[Method], prompts: Sequence[str]) -> dict[str, Any]:
+def _settings_of(
+    model: PreTrainedModel, methods: Sequence[Method], prompts: Sequence[str] | Sequence[Sequence[int]]
+) -> dict[str, Any]:
     drafters = [method.arguments["assistant_model"] for method in methods if "assistant_model" in method.arguments]
     return {
         "model": _name(model),
@@ -134,7 +136,10 @@ def _name(model: PreTrainedModel) -> str:
     return model.config.name_or_path or type(model).__name__
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Any:
+def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Sequence[int]]) -> Any:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        return tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt")
     if getattr(tokenizer, "chat_template", None):
         texts = [
             str(

@@ -15,15 +15,28 @@ PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 OPTIONS = {
     "batch_size": "--batch-size",
     "context_length": "--context-length",
+    "distribution_share": "--distribution-share",
+    "drafter": "--from",
     "drafters": "--drafter",
     "dtype": "--dtype",
+    "held_out": "--held-out",
+    "kind": "--kind",
+    "learning_rate": "--learning-rate",
+    "loss": "--loss",
     "max_new_tokens": "--max-new-tokens",
     "methods": "--method",
+    "minutes": "--minutes",
     "model": "TARGET",
     "output_dir": "--output",
     "prompts": "--prompts",
+    "sampled_share": "--sampled-share",
+    "steps": "--steps",
+    "temperature": "--temperature",
     "temperatures": "--temperature",
+    "template_options": "--template-options",
+    "texts": "--texts",
     "tree_budget": "--tree-budget",
+    "weights": "--weights",
 }
 
 

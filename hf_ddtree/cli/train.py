@@ -1,0 +1,298 @@
+"""`hf-ddtree train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from .options import DeviceMap, Dtype, Target, check_repository, usage_error
+from .terminal import make_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..drafters import DFlashDraftModel
+    from ..training import Document
+    from ..training.self_text import WritingProgress
+
+# What is measured at the end, besides standard decoding.
+METHODS = ("chain", "tree:16", "auto")
+# Offsets of a block in the live table.
+SHOWN = 6
+
+
+def train(
+    target: Target,
+    output: Annotated[
+        Path,
+        typer.Option(file_okay=False, help="A folder for everything. The same command goes on with what is there."),
+    ],
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompts that the target answers: a JSONL or text file, a folder, or a dataset.")
+    ] = None,
+    texts: Annotated[
+        str | None,
+        typer.Option(help="Texts that are taken as they are: a JSONL or text file, a folder, or a dataset."),
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", help="A drafter to go on from.", show_default="from scratch")
+    ] = None,
+    kind: Annotated[str, typer.Option(help="Without `--from`: dflash, dflash2, dspark or jetspec.")] = "dflash2",
+    layers: Annotated[int, typer.Option(min=1, help="Without `--from`: layers of the drafter.")] = 5,
+    block_size: Annotated[int, typer.Option(min=2, help="Without `--from`: slots of a block.")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the optimizers.")] = 1000,
+    minutes: Annotated[float | None, typer.Option(help="Train so long, in place of `--steps`.")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Its peak.", show_default="1e-3; with `--from` 2e-4")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a step, for each process.")] = 8,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a row.")] = 1024,
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks in a row.")] = 64,
+    loss: Annotated[str, typer.Option(help="cross_entropy, total_variation or lk.")] = "cross_entropy",
+    weights: Annotated[str, typer.Option(help="How positions weigh: d_pace, decay or uniform.")] = "d_pace",
+    distribution_share: Annotated[
+        float, typer.Option(help="How much of the target's distribution is learnt, in place of its tokens.")
+    ] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 512,
+    sampled_share: Annotated[float, typer.Option(help="Share of the answers that is sampled, not greedy.")] = 0.25,
+    temperature: Annotated[float, typer.Option(help="Of the answers that are sampled.")] = 1.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered together.")] = 8,
+    held_out: Annotated[int, typer.Option(min=1, help="Prompts, or texts, that are kept to measure on.")] = 8,
+    template_options: Annotated[
+        str, typer.Option(help="Arguments of the chat template as JSON, such as '{\"enable_thinking\": false}'.")
+    ] = "{}",
+    skip_bad_lines: Annotated[bool, typer.Option(help="Leave out lines that cannot be used.")] = False,
+    mixed_precision: Annotated[str, typer.Option(help="Of the drafter's products: no or bf16.")] = "no",
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+) -> None:
+    """Train a drafter for a target on what the target writes, and measure what it gives.
+
+    Killed or stopped at any time, the same command goes on. The drafter is in
+    OUTPUT/drafter, in the layout of published ones, the log in log.jsonl, and
+    what was measured on held-out prompts in bench/report.json.
+    """
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    console, messages = make_console(), make_console(stderr=True)
+    try:
+        if prompts is None and texts is None:
+            raise ValueError("there is nothing to train on. Give `prompts` for the target to answer, or `texts`.")
+        options = _json_object(template_options)
+        target = _target_folder(target)
+        check_repository("target", target, "TARGET")
+        if start is not None:
+            check_repository("drafter", start, "--from")
+        from accelerate import Accelerator
+
+        from ..demo import demo_folders
+        from ..drafters.zlab.writing import published_config
+        from ..training import DrafterTrainer, Evaluator, PackedDocuments, TrainingConfig, save_drafter
+        from ..training.data import read_documents, read_prompts
+        from ..training.self_text import write_answers
+        from .loading import load_target
+
+        config = TrainingConfig(
+            steps=None if minutes is not None else steps,
+            minutes=minutes,
+            rows=rows,
+            anchors=anchors,
+            learning_rate=learning_rate or (1e-3 if start is None else 2e-4),
+            loss=loss,  # type: ignore[arg-type]
+            weights=weights,  # type: ignore[arg-type]
+            distribution_share=distribution_share,
+            seed=seed,
+        )
+        is_demo = target == demo_folders()[0]
+        model, tokenizer = load_target(target, "float32" if is_demo and dtype == "auto" else dtype, device_map)
+        accelerator = Accelerator(mixed_precision=mixed_precision)
+        if device_map is None:
+            model.to(accelerator.device)
+        drafter = _drafter(model, tokenizer, start, kind, layers, block_size, length, seed)
+        published_config(drafter.config)
+        reading: dict[str, Any] = {
+            "template_options": options,
+            "on_bad_line": "skip" if skip_bad_lines else "raise",
+            "on_skip": lambda wrong: messages.print(Text(f"left out: {wrong}")),
+        }
+        documents: list[Document] = []
+        evaluated: list[Document] = []
+        measured: list[list[int]] = []
+        if texts is not None:
+            documents = read_documents(texts, tokenizer, **reading)
+        if prompts is not None:
+            asked = read_prompts(prompts, tokenizer, **reading)
+            if len(asked) <= held_out:
+                raise ValueError(
+                    f"`prompts` holds {len(asked)} prompts, of which `held_out`, {held_out}, are kept to measure on. "
+                    "Give more prompts, or keep fewer."
+                )
+            every = len(asked) // held_out
+            measured = asked[::every][:held_out]
+            learnt = [prompt for number, prompt in enumerate(asked) if number % every or number // every >= held_out]
+            drafts = drafter if start is not None else None
+            writing: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}
+            with Live(console=messages, transient=True) as live:
+                writing["on_progress"] = lambda progress: live.update(_writing(progress))
+                for _ in range(2):  # the second time for what other processes have written meanwhile
+                    evaluated = write_answers(
+                        model, measured, output / "held_out", drafter=drafts, sampled_share=0.0, **writing
+                    )
+                    answers = write_answers(
+                        *(model, learnt, output / "answers"),
+                        drafter=drafts,
+                        sampled_share=sampled_share,
+                        temperature=temperature,
+                        **writing,
+                    )
+                    accelerator.wait_for_everyone()
+            documents = [*documents, *answers]
+        else:
+            evaluated, documents = documents[:held_out], documents[held_out:]
+        table = LiveTable()
+        with Live(table.render(), console=messages, transient=True) as live:
+            trainer = DrafterTrainer(
+                model,
+                drafter,
+                PackedDocuments(documents, length, seed),
+                config,
+                evaluator=Evaluator(model, evaluated, config.tree_budgets, length),
+                output_dir=output,
+                accelerator=accelerator,
+                on_log=lambda entry: live.update(table.add(entry, trainer.progress)),
+            )
+            if trainer.step and accelerator.is_main_process:
+                messages.print(f"Going on after step {trainer.step}.")
+            trainer.train()
+        if accelerator.is_main_process:
+            save_drafter(drafter, output / "drafter")
+            console.print(table.render())
+            console.print(Text(f"\nThe drafter is in {output / 'drafter'}.\n"), soft_wrap=True)
+        accelerator.wait_for_everyone()
+        if measured:
+            _measure(console, model, tokenizer, output, measured, max_new_tokens)
+    except KeyboardInterrupt:
+        messages.print(f"Stopped. The same command goes on with what is in {output}.")
+        raise typer.Exit(code=130) from None
+    except (ImportError, OSError, ValueError) as error:
+        raise usage_error(error) from error
+
+
+class LiveTable:
+    """What a run has logged, as a table."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._evaluations: list[dict[str, Any]] = []
+        self._progress = 0.0
+
+    def add(self, entry: dict[str, Any], progress: float) -> Table:
+        """Takes an entry of the log, and the share of the run that is done."""
+        (self._evaluations if "held_out" in entry else self._rows).append(entry)
+        self._progress = progress
+        return self.render()
+
+    def render(self) -> Table:
+        """The last steps, and what was measured on held-out texts: at first, and last."""
+        columns = ("step", "done", "loss", *(f"hit {place}" for place in range(1, SHOWN + 1)))
+        table = Table(*columns, title="training")
+        for entry in self._rows[-5:]:
+            hits = [f"{hit:.2f}" for hit in entry["hit_rates"][:SHOWN]]
+            done = f"{self._progress:.0%}" if entry is self._rows[-1] else ""
+            table.add_row(str(entry["step"]), done, f"{entry['loss']:.3f}", *hits)
+        for held_out in [*self._evaluations[:1], *self._evaluations[1:][-1:]]:
+            figures = held_out["held_out"]["tokens_per_forward"]
+            text = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
+            caption = f"tokens per forward after step {held_out['step']}: {text}"
+            table.caption = caption if table.caption is None else f"{table.caption}\n{caption}"
+        return table
+
+
+def _writing(progress: WritingProgress) -> Text:
+    left = "" if progress.seconds_left is None else f", {progress.seconds_left / 60:.1f} minutes left"
+    return Text(
+        f"The target answers: {progress.done} of {progress.total} prompts, "
+        f"{progress.tokens_per_second:.0f} tokens/s{left}"
+    )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`template_options` is no JSON: {error.msg} at column {error.colno}.") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"`template_options` must be an object in JSON, but is {text}.")
+    return options
+
+
+def _target_folder(target: str) -> str:
+    from ..demo import demo_folders
+
+    return demo_folders()[0] if target == "demo" else target
+
+
+def _drafter(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    start: str | None,
+    kind: str,
+    layers: int,
+    block_size: int,
+    length: int,
+    seed: int,
+) -> DFlashDraftModel:
+    """The drafter to train, in float32."""
+    import torch
+
+    from ..drafter_kinds import load_drafter
+    from ..drafters import DFlashDraftModel
+    from ..training import find_mask_token, new_drafter
+
+    if start is not None:
+        loaded = load_drafter(start, target_model=model, dtype=torch.float32)
+        if not isinstance(loaded, DFlashDraftModel):
+            raise ValueError(
+                f"{start!r} is a `{type(loaded).__name__}`, but only drafters of the DFlash family can be trained."
+            )
+        return loaded
+    vocab_size = model.config.get_text_config().vocab_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return new_drafter(
+            model,
+            find_mask_token(tokenizer, vocab_size),
+            kind,  # type: ignore[arg-type]
+            layers=layers,
+            block_size=block_size,
+            window=length,
+        )
+
+
+def _measure(
+    console: Console,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output: Path,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+) -> None:
+    """Decodes the held-out prompts with the drafter as it was saved."""
+    from ..benchmark import benchmark, make_methods
+    from ..drafter_kinds import load_drafter
+
+    saved = load_drafter(output / "drafter", target_model=model)
+    methods = make_methods(METHODS, {"drafter": saved})
+    report = benchmark(model, tokenizer, prompts, methods, max_new_tokens=max_new_tokens, output_dir=output / "bench")
+    if (output / "bench" / "report.json").exists():
+        console.print(report.table())

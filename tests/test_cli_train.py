@@ -1,0 +1,95 @@
+"""`hf-ddtree train`: from prompts to a drafter that loads, and on from where it was."""
+
+import json
+
+import pytest
+from transformers.utils import logging
+from typer.testing import CliRunner
+
+import hf_ddtree
+from hf_ddtree.benchmark import Report
+from hf_ddtree.cli import app
+from hf_ddtree.demo import demo_prompts, load_demo
+from hf_ddtree.training.run_log import read_log
+
+SMALL = ("--rows", "1", "--length", "128", "--anchors", "4", "--layers", "1", "--block-size", "4")
+SMALL += ("--max-new-tokens", "16", "--held-out", "1", "--batch-size", "4")
+
+
+@pytest.fixture(autouse=True)
+def verbosity():
+    before = logging.get_verbosity()
+    yield
+    logging.set_verbosity(before)
+    logging.enable_progress_bar()
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["train", *map(str, arguments)], env={"COLUMNS": "100"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def write_prompts(path, count):
+    path.write_text("".join(json.dumps({"prompt": entry["prompt"]}) + "\n" for entry in demo_prompts()[:count]))
+    return path
+
+
+def test_from_prompts_to_a_drafter(tmp_path):
+    prompts, folder = write_prompts(tmp_path / "p.jsonl", 5), tmp_path / "run"
+    result = run("demo", "--prompts", prompts, "--output", folder, "--steps", 2, *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "tokens per forward after step 2: chain" in result.output and "plain" in result.output
+    assert sorted(path.name for path in (folder / "drafter").iterdir()) == ["config.json", "model.safetensors"]
+    drafter = hf_ddtree.load_drafter(folder / "drafter", target_model=load_demo()[0])
+    assert (drafter.config.block_size, drafter.config.sliding_window, drafter.config.mask_token_id) == (4, 128, 2)
+    summaries = Report.load(folder / "bench").summaries()
+    assert [entry.method for entry in summaries] == ["plain", "chain", "tree:16", "auto"]
+    assert not any(entry.differs for entry in summaries)
+    # The same command finds everything done, and another does not mix with it.
+    before = (folder / "drafter" / "model.safetensors").read_bytes()
+    assert (
+        "Going on after step 2." in run("demo", "--prompts", prompts, "--output", folder, "--steps", 2, *SMALL).output
+    )
+    assert (folder / "drafter" / "model.safetensors").read_bytes() == before
+    result = run("demo", "--prompts", prompts, "--output", folder, "--steps", 3, *SMALL)
+    assert result.exit_code == 2 and "`--steps` 2, but now it is 3" in " ".join(
+        result.output.replace("│", " ").split()
+    )
+    assert {entry["step"] for entry in read_log(folder / "log.jsonl")} == {0, 2}
+
+
+def test_on_from_the_drafter_that_ships(tmp_path):
+    texts, folder = tmp_path / "t.jsonl", tmp_path / "run"
+    texts.write_text("".join(json.dumps({"text": entry["prompt"]}) + "\n" for entry in demo_prompts()[:4]))
+    shipped = hf_ddtree.demo.demo_folders()[1]
+    result = run("demo", "--texts", texts, "--from", shipped, "--output", folder, "--steps", 1, *SMALL)
+    assert result.exit_code == 0, result.output
+    started, ended = (entry["held_out"] for entry in read_log(folder / "log.jsonl") if "held_out" in entry)
+    assert started["hit_rates"][0] > 0.1
+    assert started["negative_log_likelihood"] != ended["negative_log_likelihood"]
+    config = json.loads((folder / "drafter" / "config.json").read_text())
+    assert config == json.loads((hf_ddtree.demo._PAIR / "drafter" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((), "there is nothing to train on. Give `--prompts`"),
+        (("--prompts", "missing.jsonl"), "There is no file or folder 'missing.jsonl'"),
+        (("--prompts", "{bad}"), "line 1: the object has none of `prompt`"),
+        (("--prompts", "{bad}", "--kind", "eagle"), "`--kind` must be one of 'dflash'"),
+        (("--prompts", "{bad}", "--loss", "l2"), "`--loss` must be one of 'cross_entropy'"),
+        (("--prompts", "{bad}", "--template-options", "["), "`--template-options` is no JSON"),
+        (("--prompts", "{bad}", "--from", "nowhere/at/all"), "The drafter 'nowhere/at/all' does not exist."),
+    ],
+)
+def test_what_is_wrong_is_said(arguments, message, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"question": "?"}\n')
+    result = run("demo", "--output", tmp_path, *(str(part).replace("{bad}", str(bad)) for part in arguments))
+    assert result.exit_code == 2
+    text = " ".join(result.output.replace("│", " ").split())
+    assert message in text, text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl"]
