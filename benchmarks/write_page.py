@@ -468,6 +468,22 @@ def tree_probabilities(results: Any) -> Iterator[str]:
     yield from by_budget(results["tokens_per_forward"], "marginal", "conditional")
 
 
+def markov_head(results: Any) -> Iterator[str]:
+    """Tokens per forward of chains and trees, with a head along the branch and without it."""
+    figures = {(row["method"], row["budget"]): row["tokens_per_forward"] for row in results["results"]}
+    methods, budgets = (list(dict.fromkeys(column)) for column in zip(*figures))
+    yield (
+        f"{results['prompts']} prompts, {results['max_new_tokens']} tokens each; "
+        f"{results['train_prompts']} prompts to train on, {results['seconds_to_write_and_train']:.0f} s; "
+        f"PyTorch {results['torch']}, Transformers {results['transformers']}:"
+    )
+    yield ""
+    yield from rows(
+        ["nodes", *methods],
+        ([budget, *(f"{figures[method, budget]:.2f}" for method in methods)] for budget in budgets),
+    )
+
+
 def demo_replay(results: Any) -> Iterator[str]:
     """The same without the target, and calibrated trees."""
     kinds = "marginal", "calibrated", "conditional", "marginal_spine", "conditional_spine"
@@ -514,6 +530,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         drafters,
         repetition,
         tree_probabilities,
+        markov_head,
         demo_replay,
     )
 }
