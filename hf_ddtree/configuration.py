@@ -40,8 +40,9 @@ class DDTreeConfig:
             arXiv:2604.12989), `"spine_first"` takes the whole top-1 chain and then the most probable of the other
             prefixes, `"chain"` takes the top-1 chain alone. By default what suits the drafter: spine-first for one
             that expands its tree level by level, best-first for one that drafts a block.
-        tree_probabilities: `"conditional"` takes the probability of a token given the one before it where the drafter
-            knows it, as DFlash 2 does; `"marginal"` never does.
+        tree_probabilities: `"conditional"` takes the probability of a token given those before it: where the drafter
+            knows it, as DFlash 2 does, from the drafter, and for other DFlash drafters from what the target said after
+            the same tokens, if they may `calibrate`. `"marginal"` takes a position's distribution alone.
         tree_top_k: Most candidate tokens considered at each depth. By default as many as can matter under the budget.
         draft_length: Depth of the deepest node. By default the drafter's horizon.
         tree_lookup: Whether to draft from what the text repeats and from what the target said before: in addition to

@@ -16,6 +16,7 @@ from .budget.auto import policy_for
 from .budget.policy import BudgetPolicy, checked_nodes
 from .candidate_generators import (
     CombinedTreeCandidateGenerator,
+    DFlashTreeCandidateGenerator,
     PromptLookupTreeCandidateGenerator,
     TreeCandidateGenerator,
 )
@@ -158,11 +159,19 @@ class DDTreeDecoding:
         generator = self.candidate_generator
         if drafter is not None:
             generator = make_candidate_generator(drafter, model, self.config, self.draft_state)
-        if not self.config.tree_lookup:
-            assert generator is not None
-            return generator
-        lookup = PromptLookupTreeCandidateGenerator(model, self.config, self.draft_memory)
-        return lookup if generator is None else CombinedTreeCandidateGenerator(generator, lookup, self.config)
+        merges = bool(self.config.tree_lookup)
+        wants_successors = isinstance(generator, DFlashTreeCandidateGenerator) and generator.wants_successors
+        if merges or (wants_successors and drafter is not None):
+            config = self.config if merges else replace(self.config, tree_lookup="target")
+            lookup = PromptLookupTreeCandidateGenerator(model, config, self.draft_memory)
+            return lookup if generator is None else CombinedTreeCandidateGenerator(generator, lookup, config, merges)
+        if self.draft_memory is not None:
+            raise ValueError(
+                "`draft_memory` is given, but nothing is drafted from it: this drafter knows by itself what follows "
+                "what. Set `tree_lookup=True`, or leave it out."
+            )
+        assert generator is not None
+        return generator
 
 
 def ddtree(
@@ -182,8 +191,8 @@ def ddtree(
         candidate_generator: Proposes the trees, instead of a drafter.
         draft_state: The `draft_state` of an earlier output, passed on together with its cache: the drafter's state.
             Without it, or if it belongs to other sequences than the cache, drafting starts cold.
-        draft_memory: What `tree_lookup` keeps from one call to the next. Hand it only to calls whose users may learn
-            from the time of a call what others have written.
+        draft_memory: What `tree_lookup`, or a DFlash drafter without a selector, keeps from one call to the next.
+            Hand it only to calls whose users may learn from the time of a call what others have written.
         streamer: Gets the emitted tokens. Transformers does not pass its `streamer` argument on to custom decoding
             methods, so give it here as well.
         synced_gpus: Whether all processes must run their forwards together. Transformers does not pass this argument
@@ -232,7 +241,7 @@ def ddtree(
         raise TypeError(
             f"`draft_memory` must be an instance of `hf_ddtree.DraftMemory`, but is {describe_type(draft_memory)}."
         )
-    if draft_memory is not None and not config.tree_lookup:
+    if draft_memory is not None and not config.tree_lookup and config.drafter is None and assistant_model is None:
         raise ValueError(
             "`draft_memory` is given, but nothing is drafted from it. Set `tree_lookup=True`, or leave it out."
         )

@@ -222,7 +222,14 @@ def test_what_rounds_tell(together: bool, ends: int | None, monkeypatch: pytest.
         eos = [int(plain[0, 9 + ends]), int(plain[1, 9 + ends // 2])]
     rounds = record_evidence(drafter, monkeypatch)
     output = generate(
-        model, drafter, input_ids, output_scores=together, eos_token_id=eos, pad_token_id=0, return_trees=True
+        model,
+        drafter,
+        input_ids,
+        output_scores=together,
+        eos_token_id=eos,
+        pad_token_id=0,
+        return_trees=True,
+        tree_probabilities="marginal",
     )
     told: list[list[int]] = [[], [], []]
     for *_, emitted in rounds:

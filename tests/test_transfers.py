@@ -70,7 +70,8 @@ def test_a_round_waits_once_before_the_verification_and_once_after(family, versi
     options = {"do_sample": do_sample, "top_k": 20}
     got = decode(on_device, drafter, rows, accelerator, tree_budget=policy, **options)
     assert len(policy.rounds) > 2
-    for waits in policy.rounds:
+    # Without scores of pairs the first round reads the prompt, to know what follows its tokens.
+    for waits in policy.rounds[1 if version == 1 else 0 :]:
         assert [wait.kind for wait in waits] == [TO_HOST, TO_HOST], waits
         before, after = ("".join(wait.frames) for wait in waits)
         assert ":propose:" in before and ":_choose_on_device:" in after

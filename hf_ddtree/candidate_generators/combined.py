@@ -1,4 +1,4 @@
-"""Merges the trees of a drafter and of a lookup."""
+"""A drafter and a lookup together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ..configuration import DDTreeConfig
 from ..tree.draft_tree import DraftTree
 from .base import TreeCandidateGenerator
 from .context import DraftContext, VerifiedRound
+from .dflash import DFlashTreeCandidateGenerator
+from .prompt_lookup import PromptLookupTreeCandidateGenerator
 from .tree_checks import checked_trees
 
 
@@ -19,18 +21,33 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
     Both build a tree under the whole budget. A path that is in both keeps the higher of its probabilities, and the
     budget goes to the most probable paths of either. Where the lookup finds nothing the tree is the drafter's.
 
+    A drafter whose distributions do not depend on the branch gets what the lookup knows of the target
+    (`DFlashTreeCandidateGenerator.successors`).
+
     Args:
         drafter: The generator whose state and features are used.
         lookup: Another one, which hooks no layers and keeps no state between calls.
         config: Whether the tree is a chain.
+        merges: Whether the lookup proposes trees as well.
     """
 
     def __init__(
-        self, drafter: TreeCandidateGenerator, lookup: TreeCandidateGenerator, config: DDTreeConfig | None = None
+        self,
+        drafter: TreeCandidateGenerator,
+        lookup: TreeCandidateGenerator,
+        config: DDTreeConfig | None = None,
+        merges: bool = True,
     ) -> None:
         super().__init__()
         self._drafter = drafter
         self._lookup = lookup
+        self._merges = merges
+        if (
+            isinstance(drafter, DFlashTreeCandidateGenerator)
+            and isinstance(lookup, PromptLookupTreeCandidateGenerator)
+            and drafter.wants_successors
+        ):
+            drafter.successors = lookup
         self._is_chain = config is not None and config.tree_shape == "chain"
         self.feature_layers = drafter.feature_layers
         self.reads_whole_prompt = drafter.reads_whole_prompt
@@ -50,11 +67,15 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
         self._lookup.start(cached_ids, num_cached)
 
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
-        drafted = checked_trees(self._drafter.propose(context, budget), context.roots)
-        found = self._lookup.propose(context, budget)
-        self.num_forwards, self.build_seconds = self._drafter.num_forwards, self._drafter.build_seconds
+        drafted = self._drafter.propose(context, budget)
+        found = self._lookup.propose(context, budget) if self._merges else []
+        self.num_forwards = self._drafter.num_forwards
+        self.build_seconds = self._drafter.build_seconds + self._lookup.build_seconds
+        if not self._merges:
+            return drafted
         merged = [
-            one.merge(other).truncate(budget) if other.num_drafted else one for one, other in zip(drafted, found)
+            one.merge(other).truncate(budget) if other.num_drafted else one
+            for one, other in zip(checked_trees(drafted, context.roots), found)
         ]
         return [tree.best_chain() for tree in merged] if self._is_chain else merged
 

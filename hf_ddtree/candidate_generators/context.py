@@ -33,6 +33,7 @@ class DraftContext:
         target_cache: What the target keeps of the tokens that it has seen, to be read alone. None outside of tree
             decoding.
         tokens_left: Most tokens that a row may still emit, so that no tree need be as deep; None if it is not known.
+        do_sample: Whether the target's tokens are sampled.
     """
 
     input_ids: Tensor
@@ -44,6 +45,7 @@ class DraftContext:
     last_tokens: Sequence[int] = ()
     target_cache: CommittedCache | None = None
     tokens_left: int | None = None
+    do_sample: bool = False
 
     @property
     def roots(self) -> list[int]:

@@ -18,8 +18,10 @@ from ..tree.build_on_device import search_trees
 from ..tree.candidates import best_tokens, conditional_candidates, on_host
 from ..tree.draft_tree import DraftTree
 from .base import TreeCandidateGenerator, end_tokens_of
+from .branch_search import BranchCandidates, search_branches
 from .context import DraftContext, join_features
 from .known_sequences import KnownSequences
+from .prompt_lookup import PromptLookupTreeCandidateGenerator
 
 
 @dataclass
@@ -54,9 +56,15 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         config: Shape, width and depth of the trees.
         state: A former call's `draft_state`, if the sequences continue.
 
+    Attributes:
+        wants_successors: Whether it builds better trees with `successors`.
+        successors: A lookup that others keep up to date with rounds, or None. Set before the first round.
+
     Raises:
         ValueError: If the drafter does not fit the target.
     """
+
+    successors: PromptLookupTreeCandidateGenerator | None = None
 
     def __init__(
         self,
@@ -79,7 +87,14 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self._is_conditional = drafter.is_conditional and self.config.tree_probabilities != "marginal"
         learns = self.config.calibrate and not self._is_conditional
         self._calibration = drafter.calibration if learns else None
+        self.wants_successors = (
+            learns
+            and not drafter.is_conditional
+            and self.config.tree_probabilities == "conditional"
+            and self._shape != "chain"
+        )
         self._drafted: tuple[Tensor, Tensor] | None = None  # the candidates of the last round, (batch, depth, k)
+        self._branches: list[BranchCandidates | None] = []  # per row of the last round
         self._embeddings = target_model.get_input_embeddings()
         self._head = target_model.get_output_embeddings()
         self._target_token_ids = drafter.target_token_ids
@@ -109,10 +124,17 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         roots = context.input_ids[:, -1]
         first = self.drafter.config.first_slot
         hidden_states = self._draft(roots[:, None])[:, first : first + self._draft_length]
-        return self.trees_of(hidden_states, roots, context.roots, budget)
+        return self.trees_of(hidden_states, roots, context.roots, budget, context)
 
     @torch.no_grad()
-    def trees_of(self, hidden_states: Tensor, roots: Tensor, root_ids: list[int], budget: int) -> list[DraftTree]:
+    def trees_of(
+        self,
+        hidden_states: Tensor,
+        roots: Tensor,
+        root_ids: list[int],
+        budget: int,
+        context: DraftContext | None = None,
+    ) -> list[DraftTree]:
         """The trees of drafted blocks.
 
         Args:
@@ -120,6 +142,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
             roots: `(batch,)` int64, the roots' tokens.
             root_ids: The same, known to the host.
             budget: Most drafted nodes of a tree.
+            context: What is known in this round, if the trees are to know what the target said before.
         """
         log_probs, token_ids, *states = self._candidates(hidden_states, roots, budget)
         if self._target_token_ids is not None:
@@ -130,8 +153,15 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
                 next_state = states[0] if states else None
                 return search_trees(log_probs, token_ids, root_ids, budget, self._shape, next_state=next_state)
         # The calibration learns on the host, so trees are built there as well.
-        log_probs, token_ids, *states = on_host(log_probs, token_ids, *states)
+        log_probs, token_ids, *states = self._on_host(log_probs, token_ids, *states)
         self._drafted = log_probs, token_ids
+        if context is not None and self.successors is not None and self._calibration is not None:
+            self.successors.take_in(context)
+            with self.building(), self.successors.reading():
+                return [
+                    self._branching_tree(context, row, of_row, budget)
+                    for row, of_row in enumerate(zip(log_probs, token_ids))
+                ]
         trees = []
         with self.building():
             for row, root in enumerate(root_ids):
@@ -140,6 +170,30 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
                     probs, tokens, state = self._calibration.calibrate(probs, tokens)
                 trees.append(build_tree(probs, tokens, root, budget, self._shape, next_state=state))
         return trees
+
+    def _branching_tree(
+        self, context: DraftContext, row: int, of_row: tuple[Tensor, Tensor], budget: int
+    ) -> DraftTree:
+        """A row's tree on the calibrated marginals and on what the target said after the last tokens of branches."""
+        assert self._calibration is not None and self.successors is not None
+        root, last_tokens = context.roots[row], self.successors.last_tokens(row)
+        if last_tokens[-1] != root:  # the padding of a finished row
+            self._branches.append(None)
+            return DraftTree.root_only(root)
+        calibrated, _, _ = self._calibration.calibrate(*of_row)
+        powers = self._calibration.powers[context.do_sample]
+        branches = BranchCandidates(calibrated, of_row[1], self.successors.tables, powers, last_tokens)
+        self._branches.append(branches)
+        return search_branches(branches, budget, self._shape, self.config.tree_top_k)
+
+    def _on_host(self, *candidates: Tensor) -> list[Tensor]:
+        """The candidates on the CPU; if there is more to read from the same device, with the same transfer."""
+        unread = [] if self.successors is None else self.successors.unread()
+        if self.successors is None or any(tensor.device != candidates[0].device for tensor in unread):
+            return on_host(*candidates)
+        tensors = on_host(*candidates, *unread)
+        self.successors.bring(tensors[len(candidates) :])
+        return tensors[: len(candidates)]
 
     def _candidates(self, hidden_states: Tensor, roots: Tensor, budget: int) -> tuple[Tensor, ...]:
         """Per row the log-probabilities and tokens for `build_tree`; and the next states, if trees are built on how
@@ -161,7 +215,12 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
             for row, (log_probs, token_ids) in enumerate(zip(*self._drafted)):
                 if context.emitted and context.emitted[row]:
                     self._calibration.learn(log_probs, token_ids, context.emitted[row][: len(log_probs)])
-        self._drafted = None
+        if self.successors is not None and context.emitted:
+            with self.successors.reading():
+                for branches, emitted in zip(self._branches, context.emitted):
+                    if branches is not None:
+                        branches.learn(emitted)
+        self._drafted, self._branches = None, []
 
     def _remember(self, context: DraftContext) -> None:
         """Keeps the features for the next draft, behind those that are left of a former call."""

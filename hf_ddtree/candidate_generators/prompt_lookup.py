@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -130,6 +131,9 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         self._memory = memory
         if memory is not None:
             memory.check_vocabulary(target_model.get_input_embeddings().num_embeddings)
+        self._said: list[_Said] = []
+        self._finished: list[bool] = []
+        self._taken_in: weakref.ref[DraftContext] | None = None
         self._forget(0)
 
     def start(self, cached_ids: Tensor, num_cached: int) -> None:
@@ -142,18 +146,55 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
             self._said.append(_Said(verified.trees, probs, token_ids, list(map(len, verified.paths))))
 
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
-        with self.building(), nullcontext() if self._memory is None else self._memory.lock:
+        self.take_in(context)
+        return self.build(context, budget)
+
+    def take_in(self, context: DraftContext) -> None:
+        """Learns from what has been emitted, and from what the target said meanwhile; once for each context."""
+        if self._taken_in is not None and self._taken_in() is context:
+            return
+        with self.building(), self.reading():
             finished = [self._has_finished(context, row) for row in range(len(self._indices))]
             self._take_in(context)
+            self._finished = finished if len(finished) == len(self._indices) else [False] * len(self._indices)
+        self._taken_in = weakref.ref(context)
+
+    def build(self, context: DraftContext, budget: int) -> list[DraftTree]:
+        """The trees, once the context is taken in."""
+        with self.building(), self.reading():
             return [
-                DraftTree.root_only(root) if any(finished[row : row + 1]) else self._build(index, budget)
-                for row, (index, root) in enumerate(zip(self._indices, context.roots))
+                DraftTree.root_only(root) if finished else self._build(index, budget)
+                for index, root, finished in zip(self._indices, context.roots, self._finished)
             ]
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """While it is entered, no other call changes the tables."""
+        return nullcontext() if self._memory is None else self._memory.lock
+
+    @property
+    def tables(self) -> SuccessorTables:
+        """What the target said."""
+        return self._tables
+
+    def last_tokens(self, row: int) -> tuple[int, ...]:
+        """The last three tokens of a row, -1 where there is none, once the context is taken in."""
+        return (-1, -1, *self._indices[row].tokens[-3:])[-3:]
+
+    def unread(self) -> list[Tensor]:
+        """What the target said since the last context, on its device."""
+        return [tensor for said in self._said for tensor in (said.probs, said.token_ids)]
+
+    def bring(self, tensors: Sequence[Tensor]) -> None:
+        """Takes what `unread` gave, brought to the CPU."""
+        self._said = [
+            said._replace(probs=probs, token_ids=token_ids)
+            for said, probs, token_ids in zip(self._said, tensors[::2], tensors[1::2])
+        ]
 
     def finish(self, context: DraftContext) -> None:
         if self._memory is not None:
+            self.take_in(context)
             with self._memory.lock:
-                self._take_in(context)
                 for index in self._indices:
                     self._memory.add_text(index.tokens)
 
@@ -162,7 +203,8 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         self._tables = SuccessorTables(longest_context=longest) if self._memory is None else self._memory.tables
         self._trust = MatchAccuracy()
         self._indices = [self._new_index() for _ in range(num_rows)]
-        self._said: list[_Said] = []
+        self._said, self._finished = [], []
+        self._taken_in = None
 
     def _new_index(self) -> NgramIndex:
         longest = self.config.max_matching_ngram_size or MATCH_LENGTHS[-1]

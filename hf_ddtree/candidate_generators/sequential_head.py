@@ -43,9 +43,16 @@ class SequentialHeadTreeCandidateGenerator(DFlashTreeCandidateGenerator, Levelwi
         return self.trees_of(hidden_states, context.input_ids[:, -1], context.roots, budget)
 
     @torch.no_grad()
-    def trees_of(self, hidden_states: Tensor, roots: Tensor, root_ids: list[int], budget: int) -> list[DraftTree]:
+    def trees_of(
+        self,
+        hidden_states: Tensor,
+        roots: Tensor,
+        root_ids: list[int],
+        budget: int,
+        context: DraftContext | None = None,
+    ) -> list[DraftTree]:
         if not self._is_conditional:
-            return super().trees_of(hidden_states, roots, root_ids, budget)
+            return super().trees_of(hidden_states, roots, root_ids, budget, context)
         trees = self._new_trees(root_ids, budget)
         return self._grow(trees, self._levels(trees, hidden_states, self._width(budget)))
 

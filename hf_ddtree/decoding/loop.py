@@ -155,7 +155,8 @@ class TreeDecoder:
             through_all_layers = bool(recorder.layer_ids) and self._generator.reads_whole_prompt
             outputs = prefill(model, prompt, generation_config, model_kwargs, through_all_layers)
         self._stats.target_forwards += 1
-        self._unseen = UnseenRounds(prompt, attention_mask, recorder.take_prompt(), self._generator.reduce_features)
+        features, reduce = recorder.take_prompt(), self._generator.reduce_features
+        self._unseen = UnseenRounds(prompt, attention_mask, features, reduce, self._chooser.do_sample)
         model_kwargs.update(kwargs_after_prefill(outputs, model_kwargs, model))
         cache = cache_of(model_kwargs)
         check_cache(cache)

@@ -21,6 +21,7 @@ class UnseenRounds:
         attention_mask: `(batch, at least length)`, 0 where the prompts hold padding; None if they hold none.
         features: `(batch, tokens, size)`, what the features of the prompt were reduced to; None if none are recorded.
         reduce_features: The candidate generator's.
+        do_sample: Whether the target's tokens are sampled.
     """
 
     def __init__(
@@ -29,7 +30,9 @@ class UnseenRounds:
         attention_mask: Tensor | None,
         features: Tensor | None,
         reduce_features: Callable[[Tensor], Tensor],
+        do_sample: bool,
     ) -> None:
+        self._do_sample = do_sample
         self._prompt_mask = _mask_of(prompt, attention_mask)
         self._of_prompt = [_without_padding(features, attention_mask, len(prompt))]
         self._features: list[tuple[Tensor | None, list[int]]] = []
@@ -72,6 +75,7 @@ class UnseenRounds:
             last_tokens=batch.last_tokens(),
             target_cache=committed,
             tokens_left=batch.tokens_left,
+            do_sample=self._do_sample,
         )
 
 

@@ -72,6 +72,23 @@ class SuccessorTables:
         Args:
             context: The last three tokens, the newest last; -1 where there is none.
         """
+        slot = self.slot_of(context)
+        if slot:
+            return self._tokens[slot].tolist(), self._probs[slot].tolist()
+        skip = self._slot_of.get((context[1] + 1 & _MASK) << KIND_BITS | SKIP, UNSEEN)
+        found: dict[int, float] = {}
+        for slot, share in ((skip, SKIP_SHARE), (LATELY, LATELY_SHARE)):
+            for token, prob in zip(self._tokens[slot].tolist(), self._probs[slot].tolist()):
+                found[token] = found.get(token, 0.0) + share * prob
+        tokens = sorted(found, key=lambda token: -found[token])
+        return tokens, [found[token] for token in tokens]
+
+    def slot_of(self, context: Sequence[int]) -> int:
+        """The slot of the longest context that is known, 0 if none is; it holds until the tables are taught again.
+
+        Args:
+            context: As of `successors`.
+        """
         third, second, last = context
         third, second, last = third + 1 & _MASK, second + 1 & _MASK, last + 1 & _MASK
         slot_of = self._slot_of.get
@@ -80,18 +97,16 @@ class SuccessorTables:
         slot = (
             slot_of(third << 2 * TOKEN_BITS + KIND_BITS | pair | THREE)
             or slot_of(pair | TWO)
-            or slot_of(last << KIND_BITS | ONE)
+            or slot_of(last << KIND_BITS | ONE, UNSEEN)
         )
         if slot:
             self._used_at[slot] = self._clock
-            return self._tokens[slot].tolist(), self._probs[slot].tolist()
-        skip = slot_of(second << KIND_BITS | SKIP, UNSEEN)
-        found: dict[int, float] = {}
-        for slot, share in ((skip, SKIP_SHARE), (LATELY, LATELY_SHARE)):
-            for token, prob in zip(self._tokens[slot].tolist(), self._probs[slot].tolist()):
-                found[token] = found.get(token, 0.0) + share * prob
-        tokens = sorted(found, key=lambda token: -found[token])
-        return tokens, [found[token] for token in tokens]
+        return slot
+
+    def entry(self, slot: int) -> tuple[list[int], list[float], float]:
+        """The most probable next tokens of a slot, their probabilities, falling, and the number of observations, of
+        which older ones count less."""
+        return self._tokens[slot].tolist(), self._probs[slot].tolist(), float(self._counts[slot])
 
     def teach(self, contexts: np.ndarray, token_ids: np.ndarray, probs: np.ndarray) -> None:
         """Learns what the target said.

@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .mixture import Powers
+
 # Lower ends of the ranges: of depths from 1, of candidates' ranks from 0, and of negative log-probabilities.
 DEPTHS = (1, 2, 4)
 RANKS = (0, 1)
@@ -32,6 +34,8 @@ _EDGES = np.array(SURPRISES[1:], dtype=np.float32)
 SHAPE = (len(DEPTHS), 2, len(RANKS), len(SURPRISES))
 # The weight of the prior in accepted candidates, and the number of rounds after which evidence has decayed to 1/e.
 PRIOR, MEMORY = 16.0, 1024
+# The powers of the marginal on the spine and off it, and of what the target said after the last tokens.
+INITIAL_POWERS = (1.0, 0.7, 0.3)
 
 
 class Calibration:
@@ -39,9 +43,14 @@ class Calibration:
 
     It is the drafter's attribute `calibration`, and every call updates it. Calls that run at the same time may lose
     each other's evidence, but leave the table consistent. It changes the trees, and so the speed; never a token.
+
+    Attributes:
+        powers: For greedy decoding and for sampling (`True`), how marginals and what the target said are combined; see
+            `BranchCandidates`.
     """
 
     def __init__(self) -> None:
+        self.powers = {do_sample: Powers(INITIAL_POWERS) for do_sample in (False, True)}
         # (accepted, expected). Replaced and never written to, so that a thread sees both of the same moment.
         self._counts = np.zeros((2, int(np.prod(SHAPE))))
         self._log_factors = np.zeros(int(np.prod(SHAPE)), dtype=np.float32)

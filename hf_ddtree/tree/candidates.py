@@ -72,11 +72,17 @@ def _or_impossible(log_probs: Tensor) -> Tensor:
 
 
 def on_host(*tensors: Tensor) -> list[Tensor]:
-    """Tensors of one shape, float32 or int64 that fit 32 bits, on the CPU, with one transfer."""
+    """Tensors of one device, float32 or int64 that fit 32 bits, on the CPU, with one transfer."""
     if tensors[0].device.type == "cpu":
         return list(tensors)
     is_float = [tensor.is_floating_point() for tensor in tensors]
-    packed = torch.stack(
-        [tensor.view(torch.int32) if is_real else tensor.int() for tensor, is_real in zip(tensors, is_float)]
+    packed = torch.cat(
+        [
+            (tensor.contiguous().view(torch.int32) if is_real else tensor.int()).flatten()
+            for tensor, is_real in zip(tensors, is_float)
+        ]
+    ).cpu()
+    parts = (
+        part.view(tensor.shape) for part, tensor in zip(packed.split([tensor.numel() for tensor in tensors]), tensors)
     )
-    return [part.view(torch.float32) if is_real else part.long() for part, is_real in zip(packed.cpu(), is_float)]
+    return [part.view(torch.float32) if is_real else part.long() for part, is_real in zip(parts, is_float)]
