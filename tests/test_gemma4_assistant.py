@@ -14,6 +14,7 @@ import torch
 import transformers
 from helpers.families import VOCAB_SIZE, WINDOW, make_config, make_model
 from helpers.generator_grid import CALLS, check_call, random_tokens
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import candidate_generator
@@ -297,6 +298,7 @@ def test_loaded_and_checked(tmp_path: Path) -> None:
         ({}, {"vocab_size": 65}, "has vocab_size 65, but the target, a Gemma4ForCausalLM, has 64"),
         ({}, {"head_dim": 16}, r"has keys for sliding_attention of \(heads, size\) \(2, 16\), but .* has \(2, 8\)"),
         ({}, {"num_key_value_heads": 4}, r"has keys for sliding_attention of \(heads, size\) \(4, 8\), but"),
+        ({"use_ordered_embeddings": True, "num_centroids": 15}, {}, "`num_centroids` 15, but .* `vocab_size` .64"),
         ({}, {"global_head_dim": 32}, r"has keys for full_attention of \(heads, size\) \(2, 32\), but"),
     ],
 )
@@ -319,6 +321,21 @@ def test_assistants_that_do_not_fit(
     other = type(assistant)(config).eval()
     with pytest.raises(ValueError, match=message):
         target.generate(torch.arange(1, 5)[None], assistant_model=other, generation_strategy="ddtree")
+
+
+@pytest.mark.core
+def test_clusters_that_do_not_hold_every_token_are_refused(tmp_path: Path) -> None:
+    target, assistant = make_pair(1, ordered=True)
+    assistant.save_pretrained(tmp_path)
+    assert torch.equal(
+        hf_ddtree.load_drafter(tmp_path, target_model=target).masked_embedding.token_ordering,
+        assistant.masked_embedding.token_ordering,
+    )
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["masked_embedding.token_ordering"][0] = VOCAB_SIZE
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="token_ordering` that does not hold each of the 64 tokens once"):
+        hf_ddtree.load_drafter(tmp_path, target_model=target)
 
 
 @pytest.mark.core

@@ -47,8 +47,8 @@ def check_assistant_fits(assistant: PreTrainedModel, target_model: PreTrainedMod
     """Checks that an assistant can draft for a target.
 
     Raises:
-        ValueError: If the target is no Gemma 4, or of other sizes; or if the assistant is in training mode, or runs
-            with an attention function that takes no mask.
+        ValueError: If the target is no Gemma 4, or of other sizes; or if the assistant's clusters are not of equal
+            size, it is in training mode, or it runs with an attention function that takes no mask.
     """
     own, target = assistant.config.get_text_config(), target_model.config.get_text_config()
     kind = type(target_model).__name__
@@ -67,6 +67,11 @@ def check_assistant_fits(assistant: PreTrainedModel, target_model: PreTrainedMod
                 f"The drafter does not fit the target: the drafter has {setting} {given}, but the target, a {kind}, "
                 f"has {allowed}. {ADVICE}"
             )
+    if assistant.config.use_ordered_embeddings and own.vocab_size % assistant.config.num_centroids:
+        raise ValueError(
+            f"The drafter has `num_centroids` {assistant.config.num_centroids}, but clusters of equal size need one "
+            f"that divides `vocab_size` ({own.vocab_size}). {ADVICE}"
+        )
     if (implementation := attention_implementation(own)) not in TAKE_MASKS:
         raise ValueError(
             f"`assistant_model`, a {type(assistant).__name__}, runs with attn_implementation={implementation!r}, "
@@ -98,5 +103,17 @@ def _size_of_keys(layer: Any, model: PreTrainedModel) -> tuple[int, int]:
 def load_gemma4_assistant(
     checkpoint: Checkpoint, config: PreTrainedConfig, target_model: PreTrainedModel | None
 ) -> PreTrainedModel:
-    """Loads an assistant of the class that Transformers has."""
-    return checkpoint.load(AutoModelForCausalLM, target_model)
+    """Loads an assistant of the class that Transformers has.
+
+    Raises:
+        ValueError: If the checkpoint lacks weights, or its clusters do not hold every token once.
+    """
+    assistant = checkpoint.load(AutoModelForCausalLM, target_model)
+    if assistant.masked_embedding is not None:
+        ordering = assistant.masked_embedding.token_ordering
+        if not torch.equal(ordering.sort().values, torch.arange(len(ordering), device=ordering.device)):
+            raise ValueError(
+                f"The checkpoint {checkpoint.name!r} has a `masked_embedding.token_ordering` that does not hold each "
+                f"of the {len(ordering)} tokens once. Download it again."
+            )
+    return assistant
