@@ -13,8 +13,8 @@ Runs that the file of figures has already are not repeated, so a command that wa
 
 Methods: `standard` is standard decoding; `all` drafts from the text and from what the target said; `text` from the
 text alone, `one token` from what the target said after the last token alone; `transformers` is Transformers' own
-prompt lookup of ten tokens; `memory` decodes the changed prompts after the prompts, with one memory for all of them;
-`changed` does so without.
+prompt lookup of ten tokens; `memory` decodes each changed prompt after the prompt, with one memory for both; `changed`
+decodes it without.
 """
 
 from __future__ import annotations
@@ -104,17 +104,15 @@ def encode(tokenizer: Any, prompt: str) -> dict[str, torch.Tensor]:
 def runs_of(
     target: Target, entries: list[dict[str, Any]], method: str, nodes: int, known: Callable[[int], bool]
 ) -> Iterator[dict[str, Any]]:
-    """What a method does on each prompt that is not known yet; with a memory on all of them, if one is not."""
+    """What a method does on each prompt that is not known yet."""
     missing = [place for place in range(len(entries)) if not known(place)]
-    column = "changed" if method in ("changed", "memory") else "prompt"
-    memory = None
-    if method == "memory" and missing:
-        memory, missing = DraftMemory(), list(range(len(entries)))
-        for entry in entries:
-            target.run(entry["prompt"], method, nodes, memory)
     for place in track(missing, f"{method}, {nodes} nodes", console=Console(stderr=True)):
-        run = target.run(entries[place][column], method, nodes, memory)
-        yield {"prompt": place, "kind": entries[place].get("kind", "all"), "method": method, "nodes": nodes, **run}
+        entry = entries[place]
+        memory = DraftMemory() if method == "memory" else None
+        if memory is not None:
+            target.run(entry["prompt"], method, nodes, memory)
+        run = target.run(entry["changed" if method in ("changed", "memory") else "prompt"], method, nodes, memory)
+        yield {"prompt": place, "kind": entry.get("kind", "all"), "method": method, "nodes": nodes, **run}
 
 
 def key_of(run: dict[str, Any]) -> tuple[Any, ...]:
@@ -182,7 +180,9 @@ def main(
                 run |= about
                 runs[key_of(run)] = run
                 save(output, summarise(list(runs.values()), len(entries)), list(runs.values()), settings=settings)
-    Console(stderr=True).print(summarise(list(runs.values()), len(entries)))
+    summary = summarise(list(runs.values()), len(entries))
+    save(output, summary, list(runs.values()), settings=settings)
+    Console(stderr=True).print(summary)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from repetition import group
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = "README.md", "docs/benchmarks.md", "docs/compile.md", "docs/drafters.md", "docs/targets.md", "docs/trees.md"
+PAGES = "README.md", "docs/benchmarks.md", "docs/compile.md", "docs/drafters.md", "docs/no_drafter.md"
+PAGES += "docs/targets.md", "docs/trees.md"
 BLOCK = re.compile(r"(?P<begin><!-- figures: (?P<name>\w+) -->\n).*?(?P<end><!-- end of figures -->)", re.DOTALL)
 LABELS = {"plain": "standard decoding", "chain": 'chain (`"dflash"`)', "auto": '`"auto"`, warmed'}
 LABELS |= {"auto, first use": '`"auto"`, first use', "lookup": "prompt lookup"}
@@ -510,6 +511,44 @@ def by_budget(figures: dict[str, float], *kinds: str) -> Iterator[str]:
     yield from rows(["nodes", *budgets], cells())
 
 
+def undrafted(results: Any) -> Iterator[str]:
+    """Tokens per forward without a drafter, by method, nodes and kind of prompt; greedy, then sampled."""
+    settings = results["about"]["settings"]
+    kinds = ["all kinds", *dict.fromkeys(run["kind"] for run in results["runs"])]
+    labels = {
+        "all": "text and target",
+        "text": "text alone",
+        "one token": "target alone, one token",
+        "transformers": "lookup of Transformers",
+        "changed": "changed prompts, no memory",
+        "memory": "changed prompts, memory of the first",
+    }
+    groups: dict[tuple[str, str], list[list[str]]] = {}
+    for name, figures in results["summary"].items():
+        dtype, temperature, method, nodes = name.split(", ")
+        if method in labels:
+            cells = [
+                labels[method],
+                nodes if method != "transformers" else "",
+                *(f"{figures[kind]:.2f}" for kind in kinds),
+            ]
+            groups.setdefault((dtype, temperature), []).append(cells)
+    about = f"{settings['prompts']} prompts, up to {settings['max_new_tokens']} tokens each"
+    for (dtype, temperature), table in groups.items():
+        decoding = "Greedy" if float(temperature) == 0 else f"At temperature {temperature}"
+        yield f"{decoding}, {dtype}, {about}; tokens per forward:"
+        yield ""
+        yield from rows(("drafts from", "nodes", *kinds), table)
+        yield ""
+    outputs: dict[tuple[Any, ...], set[str]] = {}
+    for run in results["runs"]:
+        if run["method"] not in ("changed", "memory"):
+            outputs.setdefault((run["prompt"], run["dtype"], run["temperature"]), set()).add(run["output"])
+    equal = sum(len(of_prompt) == 1 for of_prompt in outputs.values())
+    yield f"All methods gave the same output on {equal} of {len(outputs)} prompts: bfloat16 rounds forwards of other"
+    yield "shapes differently, so where two tokens are nearly equally probable, outputs part."
+
+
 BLOCKS: dict[str, tuple[str, Block]] = {
     "overview": ("auto_budget", overview),
     "cache": ("context", cache),
@@ -532,6 +571,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         tree_probabilities,
         markov_head,
         demo_replay,
+        undrafted,
     )
 }
 
