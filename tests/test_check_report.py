@@ -106,10 +106,10 @@ BY_HAND = {
         "masks": NODES * (CONTEXT + NODES) + NODES * NODES,
     },
     # 12 layers of 2 heads of 256. The other 36: the convolution's inputs, and for each of 32 heads the decay, the
-    # stacked queries and keys (2 * 128) and the updates (128). The ancestor mask also as two matrices of four bytes.
+    # updates (128), and for each of 16 the keys (128). The ancestor mask also as two matrices of four bytes.
     "Qwen3-Next-80B-A3B-Instruct": {
         "keys_and_values": 12 * 2 * 2 * 256 * 2 * NODES,
-        "recurrent": 36 * NODES * ((2 * 16 + 32) * 128 * 2 + 32 * (1 + 2 * 128 + 128) * 4),
+        "recurrent": 36 * NODES * ((2 * 16 + 32) * 128 * 2 + (32 * (1 + 128) + 16 * 128) * 4),
         "logits": 151936 * 2 * NODES,
         "masks": NODES * (CONTEXT + NODES) + NODES * NODES + 2 * 4 * NODES * (NODES + 1),
     },

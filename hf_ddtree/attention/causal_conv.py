@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from ..tree.tree_batch import TreeBatch
+from . import fused
 
 
 def ancestor_windows(trees: TreeBatch, kernel_size: int, num_cached: int) -> Tensor:
@@ -48,6 +50,30 @@ def tree_causal_conv(
     Returns:
         `(batch, channels, n)` in the dtype of `hidden_states`.
     """
+
+    def plain() -> tuple[Tensor]:
+        return (_tree_causal_conv(hidden_states, weight, windows, bias, activation),)
+
+    is_silu = isinstance(activation, nn.SiLU | SiLUActivation)
+    if fused.can_run(hidden_states.device) and (activation is None or is_silu):
+        from .fused_causal_conv import fused_causal_conv
+
+        form = "convolution", hidden_states.device, hidden_states.dtype, weight.shape[-1], bias is None, is_silu
+        (output,) = fused.checked(
+            form, lambda: (fused_causal_conv(hidden_states, weight, windows, bias, is_silu),), plain
+        )
+        return output
+    return plain()[0]
+
+
+def _tree_causal_conv(
+    hidden_states: Tensor,
+    weight: Tensor,
+    windows: Tensor,
+    bias: Tensor | None,
+    activation: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """By operations of PyTorch."""
     # Gathering whole rows of channels is several times faster than gathering within each channel.
     inputs = hidden_states.to(weight.dtype).transpose(1, 2).contiguous()
     if len(inputs) == 1:

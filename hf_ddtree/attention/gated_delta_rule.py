@@ -20,7 +20,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import fused
 from .path_state import PathFactors, TreePaths, path_decay
+
+# Most nodes that the kernel takes, whose products with each other fit into a processor's registers.
+MOST_FUSED_NODES = 128
 
 
 def tree_gated_delta_rule(
@@ -47,28 +51,64 @@ def tree_gated_delta_rule(
     Returns:
         `(batch, n, heads, d_v)` in the dtype of `query`, and the factors.
     """
+
+    def plain() -> tuple[Tensor, Tensor, Tensor]:
+        return _gated_delta_rule(query, key, value, g, beta, paths, initial_state, use_qk_l2norm_in_kernel)
+
+    if fused.can_run(query.device) and value.shape[1] <= MOST_FUSED_NODES:
+        from .fused_gated_delta import form_of, fused_gated_delta_rule
+
+        def by_kernel() -> tuple[Tensor, Tensor, Tensor]:
+            return fused_gated_delta_rule(
+                query, key, value, g, beta, paths.ancestor_mask, initial_state, use_qk_l2norm_in_kernel
+            )
+
+        output, keys, updates = fused.checked(form_of(query, value), by_kernel, plain)
+    else:
+        output, keys, updates = plain()
+    return output, PathFactors(g.float().transpose(1, 2)[..., None], keys, updates)
+
+
+def _gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    paths: TreePaths,
+    initial_state: Tensor,
+    is_normalised: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By operations of PyTorch: the outputs, the normalised keys `(batch, key_heads, n, d_k)`, and the written values
+    `(batch, heads, n, d_v)`."""
     batch_size, num_nodes, num_heads, value_dim = value.shape
+    key_heads, key_dim = key.shape[2:]
+    groups = num_heads // key_heads
     # Queries and keys meet the same matrices, so both go through them as one.
     query_key = torch.cat((query, key), dim=1).float().transpose(1, 2)
-    if use_qk_l2norm_in_kernel:
+    if is_normalised:
         query_key = query_key * torch.rsqrt((query_key * query_key).sum(-1, keepdim=True) + 1e-6)
-    if num_heads > key.shape[2]:
-        query_key = query_key.repeat_interleave(num_heads // key.shape[2], dim=1)
-    # Rows and heads as one dimension: all that follows are products of batches of matrices.
-    query_key = query_key.flatten(0, 1)
-    keys = query_key[:, num_nodes:]
-    values = value.float().transpose(1, 2).flatten(0, 1)
-    strength = beta.float().transpose(1, 2).flatten(0, 1)[..., None]
-    between, from_root = (decay.flatten(0, 1) for decay in path_decay(g, paths))
+    keys = query_key[:, :, num_nodes:].contiguous()
+    values = value.float().transpose(1, 2)
+    strength = beta.float().transpose(1, 2)[..., None]
+    between, from_root = path_decay(g, paths)
 
-    products = torch.bmm(query_key, keys.mT).view(-1, 2, num_nodes, num_nodes) * between[:, None]
-    of_state = torch.bmm(query_key, initial_state.float().flatten(0, 1)).view(-1, 2, num_nodes, value_dim)
-    from_state, predicted = (of_state * from_root[:, None]).unbind(1)
+    products = (query_key @ keys.mT).view(batch_size, key_heads, 1, 2, num_nodes, num_nodes)
+    products = products * between.view(batch_size, key_heads, groups, 1, num_nodes, num_nodes)
+    attention, of_keys = products.flatten(1, 2).unbind(2)
+    if groups > 1:
+        query_key = query_key.repeat_interleave(groups, dim=1)
+    of_state = (query_key @ initial_state.float()).view(batch_size, num_heads, 2, num_nodes, value_dim)
+    from_state, predicted = (of_state * from_root[:, :, None]).unbind(2)
     updates = torch.linalg.solve_triangular(
-        strength * products[:, 1], strength * (values - predicted), upper=False, unitriangular=True
+        strength * of_keys, strength * (values - predicted), upper=False, unitriangular=True
     )
-    scale = key.shape[-1] ** -0.5
-    output = torch.baddbmm(from_state, products[:, 0], updates, beta=scale, alpha=scale)
-    output, keys, updates = (part.unflatten(0, (batch_size, num_heads)) for part in (output, keys, updates))
-    factors = PathFactors(g.float().transpose(1, 2)[..., None], keys, updates)
-    return output.transpose(1, 2).to(query.dtype), factors
+    output = torch.baddbmm(
+        from_state.flatten(0, 1),
+        attention.flatten(0, 1),
+        updates.flatten(0, 1),
+        beta=key_dim**-0.5,
+        alpha=key_dim**-0.5,
+    )
+    output = output.view(batch_size, num_heads, num_nodes, value_dim)
+    return output.transpose(1, 2).to(query.dtype), keys, updates

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 LOWEST_LOG_DECAY = -104.0
 # What has decayed to less counts as gone. Products with it would be denormal numbers, which take ten times as long.
 LEAST_DECAY = 1e-30
-# Most numbers of a factor, for all nodes and several layers, that are held twice while a path is taken; 64 MB.
+# Most numbers of a factor, for all nodes and layers, that are copied to take the path of all layers at once; 64 MB.
 MOST_STACKED = 2**24
 
 
@@ -51,8 +51,9 @@ class PathFactors:
     Attributes:
         log_decay: Logarithm of each node's own decay, `(batch, heads, n, 1)`, or `(batch, heads, n, rows)` if each row
             of the state has its own.
-        left: `(batch, heads, n, rows)`.
-        right: `(batch, groups, n, columns)`; `heads` is a multiple of `groups`, and a group's heads stand together.
+        left: `(batch, heads, n, rows)`, or `(batch, groups, n, rows)`; `heads` is a multiple of `groups`, and the
+            heads of a group stand together.
+        right: `(batch, heads, n, columns)`, or `(batch, groups, n, columns)`.
     """
 
     log_decay: Tensor
@@ -93,38 +94,32 @@ def advance_states(
         lengths: `(batch,)` int64, how many nodes each path has; an empty one leaves the state as it is. None if all
             have `length`.
     """
-    per_layer = max(factors[0].left.numel(), factors[0].right.numel())
-    at_once = max(1, MOST_STACKED // per_layer)
-    for first in range(0, len(states), at_once):
-        some = slice(first, first + at_once)
-        _advance_at_once(states[some], factors[some], path, lengths)
-
-
-def _advance_at_once(
-    states: Sequence[Tensor], factors: Sequence[PathFactors], path: Tensor, lengths: Tensor | None
-) -> None:
-    """`advance_states` with the factors of all layers in one tensor."""
     # Backwards, so that the sum of all decays so far is the decay of what lies behind.
     backwards = path.flip(1)
     log_decay, left, right = (
-        _along_path(torch.stack([getattr(layer, name) for layer in factors]), backwards)
-        for name in ("log_decay", "left", "right")
+        _along_path([getattr(layer, name) for layer in factors], backwards) for name in ("log_decay", "left", "right")
     )
     if lengths is not None:
         beyond = torch.arange(path.shape[1], 0, -1, device=path.device) > lengths[:, None]
         log_decay, left = (values.masked_fill(beyond[:, None, :, None], 0.0) for values in (log_decay, left))
     decay = nn.functional.pad(log_decay.cumsum(3), (0, 0, 1, 0)).exp_()
     decay = nn.functional.threshold(decay, LEAST_DECAY, 0.0, inplace=True)
-    if left.shape[2] != right.shape[2]:
-        right = right.repeat_interleave(left.shape[2] // right.shape[2], dim=2)
+    num_heads = states[0].shape[1]
+    left, right = (
+        part if part.shape[2] == num_heads else part.repeat_interleave(num_heads // part.shape[2], dim=2)
+        for part in (left, right)
+    )
     written = (left * decay[..., :-1, :]).mT @ right
     torch._foreach_mul_(list(states), list(decay[..., -1:, :].mT))
     torch._foreach_add_(list(states), list(written))
 
 
-def _along_path(values: Tensor, path: Tensor) -> Tensor:
-    """`(layers, batch, heads, length, size)` of `(layers, batch, heads, n, size)`."""
+def _along_path(values: Sequence[Tensor], path: Tensor) -> Tensor:
+    """`(layers, batch, heads, length, size)` of `(batch, heads, n, size)` of each layer."""
+    if len(values) > 1 and len(values) * values[0].numel() > MOST_STACKED:
+        return torch.cat([_along_path([of_layer], path) for of_layer in values])
+    stacked = torch.stack(list(values)) if len(values) > 1 else values[0][None]
     if len(path) == 1:
-        return values.index_select(3, path[0])
+        return stacked.index_select(3, path[0])
     index = path.view(1, len(path), 1, -1, 1)
-    return values.gather(3, index.expand(*values.shape[:1], -1, values.shape[2], -1, values.shape[4]))
+    return stacked.gather(3, index.expand(*stacked.shape[:1], -1, stacked.shape[2], -1, stacked.shape[4]))
