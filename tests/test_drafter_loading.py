@@ -164,6 +164,17 @@ def test_missing_weights(tmp_path: Path) -> None:
         load_drafter(tmp_path)
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_weights_of_another_size(allowed: bool, tmp_path: Path) -> None:
+    """They are never replaced by random ones."""
+    write_checkpoint(tmp_path, make_drafter())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["norm.weight"] = weights["norm.weight"][1:].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"holds 1 weights of another size .* e.g. 'norm.weight' of \(31,\) instead"):
+        load_drafter(tmp_path, ignore_mismatched_sizes=allowed)
+
+
 def test_keys_that_change_nothing(tmp_path: Path) -> None:
     harmless = {"num_anchors": 512, "query_scale": None, "linear_num_key_heads": 16, "pad_token_id": 0}
     nested = {"mask_token_id": 5, "target_layer_ids": [0, 3], "confidence_head_alpha": 1.0, "attention_mode": "gqa"}

@@ -87,12 +87,22 @@ class Checkpoint:
             **kwargs: Passed to `from_pretrained`.
 
         Raises:
-            ValueError: If the checkpoint lacks weights, or holds unknown ones that are refused.
+            ValueError: If the checkpoint lacks weights, holds some of another size than its config says, or unknown
+                ones that are refused.
         """
         options = self.options | kwargs
         if target_model is not None:
             options.setdefault("dtype", target_model.dtype)
-        drafter, info = model_class.from_pretrained(self.path, output_loading_info=True, **options)
+        # Sizes that do not match are in the information, where Transformers would say only that there are some.
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        drafter, info = model_class.from_pretrained(self.path, **options)
+        if mismatched := sorted((name, tuple(given), tuple(size)) for name, given, size in info["mismatched_keys"]):
+            name, given, size = mismatched[0]
+            raise ValueError(
+                f"The checkpoint {self.name!r} holds {len(mismatched)} weights of another size than its config.json "
+                f"says, e.g. {name!r} of {given} instead of {size}. Download it again, or check that its config.json "
+                "belongs to its weights."
+            )
         if missing := sorted(info["missing_keys"]):
             raise ValueError(
                 f"The checkpoint {self.name!r} lacks {len(missing)} of the drafter's weights, e.g. {missing[0]!r}. "
