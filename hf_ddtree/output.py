@@ -69,7 +69,7 @@ class DDTreeStats:
             if path:
                 self.accepted_lengths.append(len(path))
                 self.tree_sizes.append(tree.num_drafted)
-                self._count_depths(int(tree.depths.max()), len(path) - 1)
+                self._count_depths(tree.depth, len(path) - 1)
         if self.trees is not None and self.accepted_paths is not None:
             self.trees.append(trees)
             self.accepted_paths.append(paths)

@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from hf_ddtree.decoding.acceptance import accept
 from hf_ddtree.decoding.acceptance_on_device import ChoicesOnDevice
-from hf_ddtree.decoding.choosing import Chooser
+from hf_ddtree.decoding.choosing import Chooser, argmax
 from hf_ddtree.tree.draft_tree import DraftTree
 from hf_ddtree.tree.tree_batch import TreeBatch
 
@@ -113,6 +113,14 @@ def test_a_token_that_was_not_chosen_ends_the_walk():
         path = [0]
         ahead.accept(Emitted(99, 1, ends), [path])
         assert path == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_greedy_choice_is_that_of_standard_decoding(dtype):
+    values = torch.randint(-4, 4, (3, 20, 50), generator=torch.Generator().manual_seed(0)).to(dtype)
+    values[0, 3, [7, 20]] = torch.nan
+    values[1, 2] = -torch.inf
+    assert torch.equal(argmax(values), values.argmax(dim=-1))
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -176,6 +176,7 @@ def test_mask_and_depths_against_walking_parents(seed):
         assert tree.depths[node] == len(ancestors) - 1
         assert tree.ancestor_mask[node].nonzero().flatten().tolist() == sorted(ancestors)
         assert all(tree.child_with_token(node, child) == child for child in tree.children(node))
+    assert tree.depth == int(tree.depths.max())
     assert sorted(child for node in range(size) for child in tree.children(node)) == list(range(1, size))
 
 

@@ -17,6 +17,7 @@ from hf_ddtree import DDTreeConfig
 from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.registration import register
 from hf_ddtree.target.features import FeatureRecorder
+from hf_ddtree.target.inputs import ForwardInputs
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 
 FAMILIES = ["llama", "gemma3", "qwen3_5"]
@@ -55,6 +56,32 @@ def check(model, *args, branches=True, **kwargs):
         assert not branches or tree.ddtree_stats.tokens_per_forward > 1.2
         branches = False
     return plain, tree
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_the_arguments_of_each_forward_are_those_that_the_model_prepares(model, batch_size, monkeypatch):
+    """They are prepared in the first round alone where the model does it as most do."""
+    given, makes_inputs = [], ForwardInputs.of
+
+    def recorded(self, batch, attention_mask=None):
+        inputs = makes_inputs(self, batch, attention_mask)
+        monkeypatch.setattr(self, "_prepared", None)
+        given.append((inputs, makes_inputs(self, batch, attention_mask)))
+        return inputs
+
+    monkeypatch.setattr(ForwardInputs, "of", recorded)
+    prompts = make_prompts(batch_size)
+    options = {"max_new_tokens": NEW_TOKENS, "generation_strategy": "ddtree", "assistant_model": make_drafter(model)}
+    mask = torch.ones_like(prompts)
+    mask[-1, :3] = 0
+    model.generate(prompts, attention_mask=mask, **options)
+    assert len(given) > 3
+    for inputs, prepared in given:
+        assert {name for name, value in inputs.items() if value is not None} == {
+            name for name, value in prepared.items() if value is not None
+        }
+        for name, value in prepared.items():
+            assert torch.equal(inputs[name], value) if isinstance(value, torch.Tensor) else inputs[name] is value
 
 
 # --- tokens, embeddings, positions, masks ---------------------------------------------------------------------------

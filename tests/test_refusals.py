@@ -26,6 +26,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 import hf_ddtree
 from hf_ddtree import CausalLMTreeCandidateGenerator, DraftTree
 from hf_ddtree.attention import dispatch
+from hf_ddtree.candidate_generators import CombinedTreeCandidateGenerator, PromptLookupTreeCandidateGenerator
 from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.target.requirements import check_target
 
@@ -688,6 +689,16 @@ def test_a_proposal_of_the_wrong_type(model, proposal):
         model.generate(
             make_prompt(), max_new_tokens=4, generation_strategy="ddtree", candidate_generator=Proposing(proposal)
         )
+
+
+def test_trees_are_checked_unless_the_packages_own_classes_make_them(model):
+    class Lookup(PromptLookupTreeCandidateGenerator):
+        """Could propose anything."""
+
+    own, users = PromptLookupTreeCandidateGenerator(model), Lookup(model)
+    assert not own.needs_checks and users.needs_checks and make_oracle(make_prompt()).needs_checks
+    assert not CombinedTreeCandidateGenerator(own, own).needs_checks
+    assert CombinedTreeCandidateGenerator(users, own).needs_checks
 
 
 def test_layers_that_the_target_does_not_have(model):

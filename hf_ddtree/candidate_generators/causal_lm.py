@@ -110,6 +110,7 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         if state is None or state.drafter != self._kind:
             state = CausalLMState(self._kind)
         self.state = state
+        self._cached: CachedModel | None = None
         self._cached_elsewhere: list[Tensor] | None = None
         self._longest = getattr(text_config, "max_position_embeddings", None) or math.inf
         self._num_embeddings = num_embeddings(drafter)
@@ -254,7 +255,9 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
     def _cached_drafter(self) -> CachedModel:
         """The drafter with the cache of the state."""
         assert self.state.rows is not None
-        return CachedModel(self.drafter, self.state.model_kwargs, self.state.rows)
+        if self._cached is None or self._cached.rows is not self.state.rows:
+            self._cached = CachedModel(self.drafter, self.state.model_kwargs, self.state.rows)
+        return self._cached
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """The tokens, with token 0 in place of those that only the target's embedding table has."""

@@ -61,6 +61,11 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
     def reduce_features(self, features: Tensor) -> Tensor:
         return self._drafter.reduce_features(features)
 
+    @property
+    def needs_checks(self) -> bool:
+        """Whether the drafter's trees must be checked, which then are checked before and after the merge."""
+        return super().needs_checks or self._drafter.needs_checks
+
     def start(self, cached_ids: Tensor, num_cached: int) -> None:
         super().start(cached_ids, num_cached)
         self._drafter.start(cached_ids, num_cached)
@@ -73,9 +78,10 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
         self.build_seconds = self._drafter.build_seconds + self._lookup.build_seconds
         if not self._merges:
             return drafted
+        if self._drafter.needs_checks:
+            drafted = checked_trees(drafted, context.roots)
         merged = [
-            one.merge(other).truncate(budget) if other.num_drafted else one
-            for one, other in zip(checked_trees(drafted, context.roots), found)
+            one.merge(other).truncate(budget) if other.num_drafted else one for one, other in zip(drafted, found)
         ]
         return [tree.best_chain() for tree in merged] if self._is_chain else merged
 

@@ -98,6 +98,9 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self._embeddings = target_model.get_input_embeddings()
         self._head = target_model.get_output_embeddings()
         self._target_token_ids = drafter.target_token_ids
+        self._block_size, self._mask_token = drafter.config.block_size, drafter.config.mask_token_id
+        first = drafter.config.first_slot
+        self._slots = slice(first, first + self._draft_length)
 
     def start(self, cached_ids: Tensor, num_cached: int) -> None:
         super().start(cached_ids, num_cached)
@@ -121,10 +124,9 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
         self._learn(context)
         self._remember(context)
-        roots = context.input_ids[:, -1]
-        first = self.drafter.config.first_slot
-        hidden_states = self._draft(roots[:, None])[:, first : first + self._draft_length]
-        return self.trees_of(hidden_states, roots, context.roots, budget, context)
+        roots = context.input_ids[:, -1:]
+        hidden_states = self._draft(roots)[:, self._slots]
+        return self.trees_of(hidden_states, roots[:, 0], context.roots, budget, context)
 
     @torch.no_grad()
     def trees_of(
@@ -236,12 +238,13 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         """Hidden states `(batch, block, hidden_size)` of a block behind all of the context."""
         state, device = self.state, self.drafter.device
         batch_size, num_new = len(roots), 0 if state.features is None else state.features.shape[1]
-        block = roots.new_full((batch_size, self.drafter.config.block_size), self.drafter.config.mask_token_id)
-        block[:, :1] = roots
-        positions = torch.arange(-num_new, block.shape[1], device=device)
+        masks = roots.new_full((batch_size, self._block_size - 1), self._mask_token)
+        block = torch.cat((roots, masks), dim=1)
         if len(set(state.root_positions)) == len(set(state.num_features)) == 1:
-            position_ids = (positions + state.root_positions[0])[None]
+            root = state.root_positions[0]
+            position_ids = torch.arange(root - num_new, root + self._block_size, device=device)[None]
         else:
+            positions = torch.arange(-num_new, self._block_size, device=device)
             # Features are aligned at the left, so padding follows them.
             shift = on_device([num_new - count for count in state.num_features or [0] * batch_size], device)
             position_ids = positions + on_device(state.root_positions, device)[:, None]

@@ -94,7 +94,7 @@ class Batch:
                 for row in group.rows:
                     trees[row] = DraftTree.root_only(group.emitted[-1][0])
             elif any(padding := group.padding):
-                depth = max(int(trees[row].depths.max()) for row, pads in zip(group.rows, padding) if not pads)
+                depth = max(trees[row].depth for row, pads in zip(group.rows, padding) if not pads)
                 for row, pads in zip(group.rows, padding):
                     if pads:
                         root = int(trees[row].token_ids[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -90,7 +91,7 @@ class Chooser:
         self._scores = self.scores_at_all_nodes(logits) if self.chooses_per_node else None
         self._greedy: list[list[int]] | None = None
         if self.chooses_per_node and not self.do_sample:
-            self._greedy = self.agree((logits if self._scores is None else self._scores).argmax(dim=-1)).tolist()
+            self._greedy = self.agree(argmax(logits if self._scores is None else self._scores)).tolist()
 
     def scores_at_all_nodes(self, logits: Tensor) -> Tensor | None:
         """`(rows, n, vocab)` float32, the logits after processors that look at them alone; None if there are none."""
@@ -121,9 +122,20 @@ class Chooser:
         if self.do_sample:
             chosen = torch.multinomial(values.float().softmax(dim=-1), num_samples=1).squeeze(1)
         else:
-            chosen = values.argmax(dim=-1)
+            chosen = argmax(values)
         choices.tokens = self.agree(chosen).tolist()
         return choices
+
+
+def argmax(values: Tensor) -> Tensor:
+    """`values.argmax(dim=-1)`, on a CPU by NumPy's vectorised search, which takes a tenth of the time per core.
+
+    Both give the first of equal values, and the first NaN if there is one.
+    """
+    if values.device.type != "cpu":
+        return values.argmax(dim=-1)
+    exact = values.detach() if values.dtype == torch.float64 else values.detach().float()
+    return torch.from_numpy(np.asarray(exact.numpy().argmax(axis=-1)))
 
 
 def rows_at(values: Tensor, nodes: list[int]) -> Tensor:

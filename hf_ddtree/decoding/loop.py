@@ -189,7 +189,9 @@ class TreeDecoder:
             context = self._unseen.take(self._batch, self._target.committed)
             with self._stats.stage("draft"):
                 proposed = self._generator.propose(context, most_nodes)
-            trees = self._cut(checked_trees(proposed, context.roots, self._vocab_size), unfinished, most_nodes)
+            if self._generator.needs_checks:
+                proposed = checked_trees(proposed, context.roots, self._vocab_size)
+            trees = self._cut(proposed, unfinished, most_nodes)
         else:
             trees = [DraftTree.root_only(root) for root in self._batch.last_tokens()]
         now = time.perf_counter()
@@ -327,7 +329,7 @@ class TreeDecoder:
             return None
         if verification is None or verification.tree_pass is None or logits.shape[1] == 1:
             return ChoicesOnDevice(self._chooser, logits, trees=None, depth=0, padding=self._batch.padding)
-        depth = max(int(tree.depths.max()) for tree in trees)
+        depth = max(tree.depth for tree in trees)
         return ChoicesOnDevice(self._chooser, logits, verification.tree_pass.trees, depth, self._batch.padding)
 
     def _pad_to_longest(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
@@ -71,8 +72,9 @@ class LockstepRows:
             if self._length > self._buffer.shape[1]:
                 room = self._length - self._buffer.shape[1] + max(64, self._length // 2)
                 self._buffer = torch.nn.functional.pad(self._buffer, (0, room))
-            newest = torch.tensor(self.emitted[-self._num_unwritten :], dtype=self._buffer.dtype, device="cpu")
-            self._buffer[:, self._length - len(newest) : self._length] = on_device(newest, self._buffer.device).T
+            newest = torch.from_numpy(np.array(self.emitted[-self._num_unwritten :])).T
+            place = self._buffer.narrow(1, self._length - self._num_unwritten, self._num_unwritten)
+            place.copy_(on_device(newest, self._buffer.device))
             self._num_unwritten = 0
         return self._buffer[:, : self._length]
 

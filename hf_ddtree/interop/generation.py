@@ -58,6 +58,13 @@ def kwargs_after_prefill(outputs: ModelOutput, model_kwargs: dict[str, Any], mod
     return update(outputs, model_kwargs, is_encoder_decoder=False)
 
 
+def prepares_as_usual(model: PreTrainedModel) -> bool:
+    """Whether the model makes the arguments of its forward as Transformers does for most: tokens, positions and mask
+    of the step, and what else was passed unchanged."""
+    function = getattr(model.prepare_inputs_for_generation, "__func__", None)
+    return function is GenerationMixin.prepare_inputs_for_generation and not model.is_remote_code()
+
+
 def prompt_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     """The position ids that `generate()` gives a prompt, `(..., batch, length)` int64.
 

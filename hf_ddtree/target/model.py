@@ -23,7 +23,7 @@ from .commit import commit
 from .committed_cache import CommittedCache
 from .compiled import CompiledForward
 from .features import FeatureRecorder
-from .inputs import attention_mask_of, model_inputs_of
+from .inputs import ForwardInputs
 from .layers import num_attention_layers
 from .past_recording import recording_past, set_past_recording, stateful_layers
 from .static_cache import buffer_length, padded_size
@@ -84,6 +84,12 @@ class CachedModel:
         self._recorder = FeatureRecorder(model, ()) if recorder is None else recorder
         self._forward = forward
         self._keep_past = keep_past
+        self._inputs = ForwardInputs(model, self.cache, rows, model_kwargs)
+        config = model.config.get_text_config()
+        self._implementation, self._num_attention_layers = (
+            attention_implementation(config),
+            num_attention_layers(config),
+        )
 
     @property
     def committed(self) -> CommittedCache:
@@ -109,14 +115,13 @@ class CachedModel:
         is_static = buffer_length(self.cache) is not None
         least_nodes = padded_size(max(map(len, trees))) if is_static else 1
         batch = TreeBatch.from_trees(trees, self.rows.device, least_nodes)
-        mask, open_masks = attention_mask_of(self.model, batch, self.cache, self.rows)
+        mask, open_masks = self._inputs.masks(batch)
         wants_weights = bool(self._model_kwargs.get("output_attentions"))
         tree_pass = TreePass(batch, self.rows.lengths, open_masks, wants_weights)
         # Over a static cache Transformers makes a causal mask, for nothing, unless there is a mask already.
         masks = mask.values() if isinstance(mask, dict) else [mask]
         given = next(one for one in masks if one is not None) if is_static else None
-        model_inputs = model_inputs_of(self.model, batch, self.rows, self._model_kwargs, given)
-        model_inputs["attention_mask"] = mask
+        model_inputs = self._inputs.of(batch, given) | {"attention_mask": mask}
         outputs, features = self._run(model_inputs, tree_pass)
         self._require_tree_operators(tree_pass)
         return Verification(outputs, features, tree_pass)
@@ -131,7 +136,7 @@ class CachedModel:
         cached_mask = self.rows.mask()
         if cached_mask is not None:
             cached_mask = nn.functional.pad(cached_mask.long(), (0, 1), value=1)
-        model_inputs = model_inputs_of(self.model, batch, self.rows, self._model_kwargs, cached_mask)
+        model_inputs = self._inputs.of(batch, cached_mask)
         with set_past_recording(self.cache, self._keep_past):
             outputs, features = self._run(model_inputs, tree_pass=None)
         self.rows.advance([1] * len(roots))
@@ -159,8 +164,7 @@ class CachedModel:
         return outputs, recorder.take()
 
     def _require_tree_operators(self, tree_pass: TreePass) -> None:
-        config = self.model.config.get_text_config()
-        implementation, num_layers = attention_implementation(config), num_attention_layers(config)
+        implementation, num_layers = self._implementation, self._num_attention_layers
         if implementation not in TAKE_MASKS and tree_pass.num_attended != num_layers:
             raise RuntimeError(
                 f"{type(self.model).__name__} has {num_layers} layers with attention, but {tree_pass.num_attended} of "

@@ -21,7 +21,7 @@ from ..interop.models import execution_devices
 
 def execution_device(module: nn.Module) -> torch.device:
     """Where a module computes: on the device of its first weight or, if that is offloaded, where hooks bring it."""
-    device = next(module.parameters()).device
+    device = _first_weight(module).device
     if device.type == "meta":
         for part in module.modules():
             for brought_to in execution_devices(part):
@@ -69,7 +69,7 @@ def head_logits(head: nn.Module, hidden_states: Tensor) -> Tensor:
         `(..., vocab)`, where and in the dtype in which the head computes, or on the device of the hidden states if the
         head's weights are offloaded.
     """
-    weight = next(head.parameters(), None)
+    weight = _first_weight(head)
     if weight is None:
         return head(hidden_states)
     hidden_states = hidden_states.to(execution_device(head))
@@ -79,6 +79,12 @@ def head_logits(head: nn.Module, hidden_states: Tensor) -> Tensor:
         bias = getattr(head, "bias", None)
         return F.linear(hidden_states, _whole(weight), None if bias is None else _whole(bias))
     return head(hidden_states)
+
+
+def _first_weight(module: nn.Module) -> Any:
+    """The first of a module's parameters, None if it has none; asked first for `weight`, which is faster."""
+    weight = module._parameters.get("weight")
+    return next(module.parameters(), None) if weight is None else weight
 
 
 def _has_wrapped_forward(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from heapq import heappop, heappush
+from math import inf
 
 import numpy as np
 import torch
@@ -66,6 +67,8 @@ def build_tree(
     )
     depth = min(depth, budget)
     width = 1 if shape == "chain" else min(row, budget)
+    if shape == "chain" and states is None:
+        return _chain(costs[:depth], tokens, root_token_id)
     if shape == "chain" or (shape == "best_first" and budget <= FEW_NODES):
         return _one_by_one(costs[:depth], tokens, states, root_token_id, budget, width)
     spine = 0 if shape == "spine_first" else None
@@ -137,45 +140,48 @@ def _one_by_one(
 ) -> DraftTree:
     """The tree of `build_tree`, best-first, from a heap of what may come next: the next sibling and the first child of
     each node that is in the tree (DDTree, algorithm 1)."""
-    depth, row = len(costs), costs.shape[-1]
-    costs = costs.reshape(depth, -1, row)
-    path_costs, parents, levels, ranks, in_state = [np.float32(0)], [-1], [0], [0], [0]
-    heap: list[tuple[np.float32, int, int, int]] = []
-
-    def consider(parent: int, rank: int) -> None:
-        level = levels[parent]
-        cost = path_costs[parent] + costs[level, in_state[parent], rank]
-        if cost < np.inf:
-            heappush(heap, (cost, level, parent, rank))
-
-    consider(0, 0)
-    while heap and len(parents) <= budget:
+    row = costs.shape[-1]
+    cost_of, token_of = costs.reshape(len(costs), -1, row).item, tokens.reshape(len(tokens), -1, row).item
+    found, path_costs, parents, levels, in_state = [root_token_id], [0.0], [-1], [0], [0]
+    heap: list[tuple[float, int, int, int]] = []
+    considered: tuple[tuple[int, int], ...] = ((0, 0),)
+    while len(parents) <= budget:
+        for parent, rank in considered:
+            level = levels[parent]
+            if rank < width and level < len(costs):
+                # Rounded, as sums of float32 are.
+                cost = float(np.float32(path_costs[parent] + cost_of(level, in_state[parent], rank)))
+                if cost < inf:
+                    heappush(heap, (cost, level, parent, rank))
+        if not heap:
+            break
         cost, level, parent, rank = heappop(heap)
-        node = len(parents)
+        considered = (parent, rank + 1), (len(parents), 0)
+        found.append(token_of(level, in_state[parent], rank))
+        in_state.append(0 if states is None else states.item(level, in_state[parent], rank))
         path_costs.append(cost)
         parents.append(parent)
         levels.append(level + 1)
-        ranks.append(rank)
-        in_state.append(0 if states is None else int(states[level, in_state[parent], rank]))
-        if rank + 1 < width:
-            consider(parent, rank + 1)
-        if level + 1 < depth:
-            consider(node, 0)
-    if len(parents) == 1:
-        return DraftTree.root_only(root_token_id)
 
     # Nodes of one depth have come by falling probability.
     order = sorted(range(len(parents)), key=levels.__getitem__)
-    places = sorted(range(len(parents)), key=order.__getitem__)
-    drafted = order[1:]
-    above = [parents[node] for node in drafted]
-    found = tokens.reshape(len(tokens), -1, row)[
-        [levels[node] for node in above], [in_state[node] for node in above], [ranks[node] for node in drafted]
-    ]
+    place_of = {-1: -1} | {node: place for place, node in enumerate(order)}
     return DraftTree(
-        torch.from_numpy(np.concatenate(([root_token_id], found))),
-        torch.from_numpy(np.array([-1, *(places[node] for node in above)])),
-        torch.from_numpy(-np.array([path_costs[node] for node in order])),
+        torch.from_numpy(np.array([found[node] for node in order], dtype=np.int64)),
+        torch.from_numpy(np.array([place_of[parents[node]] for node in order], dtype=np.int64)),
+        torch.from_numpy(-np.array([path_costs[node] for node in order], dtype=np.float32)),
+    )
+
+
+def _chain(costs: np.ndarray, tokens: np.ndarray, root_token_id: int) -> DraftTree:
+    """The best token of each depth, down to the first of probability zero, from `(depth, k)`."""
+    path_costs = np.zeros(1 + len(costs), dtype=np.float32)
+    costs[:, 0].cumsum(out=path_costs[1:])
+    size = 1 + int(np.isfinite(path_costs[1:]).sum())
+    return DraftTree(
+        torch.from_numpy(np.concatenate(([root_token_id], tokens[: size - 1, 0]))),
+        torch.from_numpy(np.arange(-1, size - 1)),
+        torch.from_numpy(-path_costs[:size]),
     )
 
 

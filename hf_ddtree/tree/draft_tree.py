@@ -103,7 +103,7 @@ class DraftTree:
         return len(self.token_ids)
 
     def __repr__(self) -> str:
-        return f"DraftTree(num_drafted={self.num_drafted}, depth={int(self.depths.max())})"
+        return f"DraftTree(num_drafted={self.num_drafted}, depth={self.depth})"
 
     @property
     def num_drafted(self) -> int:
@@ -124,22 +124,24 @@ class DraftTree:
     @cached_property
     def depths(self) -> Tensor:
         """`(n,)` int64, the number of edges from the root to each node."""
-        depths = [0]
-        for parent in self._parent_list[1:]:
-            depths.append(depths[parent] + 1)
-        return torch.from_numpy(np.array(depths, dtype=np.int64))
+        return torch.from_numpy(np.array(self._depth_list, dtype=np.int64))
+
+    @property
+    def depth(self) -> int:
+        """The depth of the deepest node."""
+        return max(self._depth_list)
 
     @cached_property
     def ancestor_mask(self) -> Tensor:
         """`(n, n)` bool; row `i` marks node `i` and its ancestors."""
-        if self.is_chain:
-            return torch.from_numpy(np.tri(len(self), dtype=bool))
-        mask = np.zeros((len(self), len(self)), dtype=bool)
-        mask[0, 0] = True
+        # One integer per row, whose bits are the row's entries.
+        rows = [1]
         for node, parent in enumerate(self._parent_list[1:], start=1):
-            mask[node] = mask[parent]
-            mask[node, node] = True
-        return torch.from_numpy(mask)
+            rows.append(rows[parent] | 1 << node)
+        num_bytes = (len(rows) + 7) // 8
+        packed = np.frombuffer(b"".join(row.to_bytes(num_bytes, "little") for row in rows), dtype=np.uint8)
+        bits = np.unpackbits(packed.reshape(len(rows), num_bytes), axis=1, count=len(rows), bitorder="little")
+        return torch.from_numpy(bits.view(bool))
 
     def child_with_token(self, node: int, token: int) -> int | None:
         """The child of `node` that holds `token`, if there is one."""
@@ -225,6 +227,13 @@ class DraftTree:
     @cached_property
     def _parent_list(self) -> list[int]:
         return self.parents.tolist()
+
+    @cached_property
+    def _depth_list(self) -> list[int]:
+        depths = [0]
+        for parent in self._parent_list[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
 
     @cached_property
     def _child_by_edge(self) -> dict[tuple[int, int], int]:

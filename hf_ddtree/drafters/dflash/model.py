@@ -220,6 +220,12 @@ class DFlashDraftModel(PreTrainedModel):
         return execution_device(self) if device.type == "meta" else device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of its weights, without looking for the first of them."""
+        dtype = self.fc.weight.dtype
+        return dtype if dtype.is_floating_point else super().dtype
+
+    @property
     def target_token_ids(self) -> Tensor | None:
         """`(draft_vocab_size,)` int64, the drafter's vocabulary in tokens of the target; None if it has them all."""
         if self.config.draft_vocab_size is None:
