@@ -96,6 +96,8 @@ def test_published_models_that_do_not(name, check_published):
     assert {layer.modules[0]: layer.count for layer in report.layers} == modules
 
 
+# What tree attention adds to scores, in two bytes, for each query head of a group; rows begin at multiples of eight.
+PACKED = 2 * NODES * -(-(CONTEXT + NODES) // 8) * 8
 # Worked out by hand from the values in the configurations, with two bytes a number but four in recurrences.
 BY_HAND = {
     # 36 layers with keys and values of 8 heads of 128; a mask of bytes and the ancestor mask.
@@ -103,7 +105,7 @@ BY_HAND = {
         "keys_and_values": 36 * 2 * 8 * 128 * 2 * NODES,
         "recurrent": 0,
         "logits": 151936 * 2 * NODES,
-        "masks": NODES * (CONTEXT + NODES) + NODES * NODES,
+        "masks": NODES * (CONTEXT + NODES) + NODES * NODES + 4 * PACKED,
     },
     # 12 layers of 2 heads of 256. The other 36: the convolution's inputs, and for each of 32 heads the decay, the
     # updates (128), and for each of 16 the keys (128). The ancestor mask also as two matrices of four bytes.
@@ -111,14 +113,14 @@ BY_HAND = {
         "keys_and_values": 12 * 2 * 2 * 256 * 2 * NODES,
         "recurrent": 36 * NODES * ((2 * 16 + 32) * 128 * 2 + (32 * (1 + 128) + 16 * 128) * 4),
         "logits": 151936 * 2 * NODES,
-        "masks": NODES * (CONTEXT + NODES) + NODES * NODES + 2 * 4 * NODES * (NODES + 1),
+        "masks": NODES * (CONTEXT + NODES) + NODES * NODES + 2 * 4 * NODES * (NODES + 1) + 8 * PACKED,
     },
     # Masks that are added to scores, in two bytes; the sliding ones see 127 cached keys.
     "gpt-oss-20b": {
         "keys_and_values": 24 * 2 * 8 * 64 * 2 * NODES,
         "recurrent": 0,
         "logits": 201088 * 2 * NODES,
-        "masks": 2 * NODES * (CONTEXT + NODES + 127 + NODES) + NODES * NODES,
+        "masks": (1 + 8) * 2 * NODES * (CONTEXT + NODES + 127 + NODES) + NODES * NODES,
     },
 }
 

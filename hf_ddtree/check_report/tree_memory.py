@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..attention import dispatch
+from ..attention.packed_mask import PackedMasks
 from ..attention.tree_pass import TreePass
 from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
@@ -34,7 +35,8 @@ class TreeMemory:
         recurrent: What layers with a state keep of the nodes: inputs of convolutions, factors of recurrences.
         logits: In the dtype of the output head.
         features: What is recorded for the drafter; 0 if it is not known.
-        masks: The attention masks, one for each kind of layer, and the ancestor mask in the forms that layers need.
+        masks: The attention masks, one for each kind of layer, what tree attention makes of them without a kernel for
+            the context, and the ancestor mask in the forms that layers need.
     """
 
     nodes: int
@@ -146,7 +148,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _tensors(part)
-    elif is_dataclass(value) or isinstance(value, TreePass):
+    elif is_dataclass(value) or isinstance(value, TreePass | PackedMasks):
         yield from _tensors(vars(value))
 
 
