@@ -146,7 +146,8 @@ def ours(
     target: Any, drafter: Any, prompt: Tensor, new_tokens: int, strategy: str
 ) -> tuple[list[int], list[int], Any]:
     """The same of `generate()` with the drafter."""
-    budget = {"tree_budget": BUDGET, "calibrate": False} if strategy == "ddtree" else {}
+    # A fixed one: "auto", the default of a chain, would soon draft nothing with a random drafter.
+    budget = {"tree_budget": BUDGET if strategy == "ddtree" else BLOCK - 1, "calibrate": False}
     output = target.generate(
         prompt,
         max_new_tokens=new_tokens,
