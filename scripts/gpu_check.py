@@ -18,8 +18,11 @@
 6. Speed: standard decoding, chain, trees of several budgets, on the pair that ships and on random Qwen3.5 hybrids of
    half a billion and of about three billion parameters, whose drafter is right as often as it is told to be; with CUDA
    graphs as well.
+7. Each operator over a tree that is one kernel (`fused_operators`): whether it gave what PyTorch's operations give the
+   first time that it ran.
 
-Exits with an error if a family fails the first check, if trees differ, or if an attention is not close enough.
+Exits with an error if a family fails the first check, if trees differ, if an attention is not close enough, or if such
+a kernel is wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_ddtree
-from hf_ddtree.attention import attention_dispatch, dispatch
+from hf_ddtree.attention import attention_dispatch, dispatch, fused
 from hf_ddtree.demo import demo_prompts
 from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.target.cache_rows import CommittedRows
@@ -503,12 +506,15 @@ def main(
         show(f"speed, {name}", report["speed"][name])
     show("rounds", report["rounds"])
     report["compiled_graphs"] = num_graphs()
+    report["fused_operators"] = {" ".join(map(str, form)): right for form, right in fused.verdicts().items()}
     report["seconds"] = time.perf_counter() - start
     print(f"{report['device']}: {report['seconds']:.0f} s")
     if output is not None:
         output.write_text(json.dumps(report, indent=1) + "\n")
     if not all(row["equal"] for row in report["tree_search"]):
         raise SystemExit("Trees that are searched on the device differ from those that are built on the host.")
+    if not all(report["fused_operators"].values()):
+        raise SystemExit('A kernel over a tree fails, or differs from PyTorch\'s operations: see "fused_operators".')
     if not attention_is_close(report["attention"]):
         raise SystemExit("An attention over a tree is further from float32 than Transformers' own function.")
     failed = [f"{row['family']} in {row['dtype']}" for row in report["families"] if not row["passed"]]
