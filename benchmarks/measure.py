@@ -153,7 +153,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By method: all prompts together, quartiles over prompts, and what a typical round is made of.
 
     `together` is of all prompts' tokens, rounds and seconds added up, so that one figure follows from the others:
-    tokens a second, that against standard decoding's, and milliseconds a round. `round_ms` is of medians.
+    tokens per second, that against standard decoding's, and milliseconds per round. `round_ms` is of medians.
     """
     by_method: dict[str, list[dict[str, Any]]] = {}
     for run in runs:

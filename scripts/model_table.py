@@ -209,7 +209,7 @@ def _try_prompt(model: PreTrainedModel, prompt: Tensor, mask: Tensor) -> float:
     if not torch.equal(tree.sequences, plain.sequences):
         raise WrongOutput(f"{(tree.sequences != plain.sequences).sum()} tokens differ")
     if stats.tokens_per_forward < 1.5:
-        raise WrongOutput(f"{stats.tokens_per_forward:.2f} tokens a forward with an oracle")
+        raise WrongOutput(f"{stats.tokens_per_forward:.2f} tokens per forward with an oracle")
     _compare_caches(tree[CACHE_KEY], plain[CACHE_KEY])
     return _node_error(model, plain, rounds[1:], stats) if len(prompt) == 1 else 0.0
 

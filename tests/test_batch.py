@@ -23,7 +23,7 @@ from hf_ddtree.testing import OracleTreeCandidateGenerator
 FAMILIES = ["llama", "gemma3", "qwen2", "qwen3_5"]
 NEW_TOKENS = 18
 LENGTH = 14
-TOGETHER = {"return_dict_in_generate": True, "output_scores": True}  # Scores have an entry a token of all rows.
+TOGETHER = {"return_dict_in_generate": True, "output_scores": True}  # Scores have an entry per token of all rows.
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -59,7 +59,7 @@ def test_same_tokens(case):
 @pytest.mark.core
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_drafter_that_is_the_target_is_always_right(family):
-    """Any flaw in the drafter's cache would make it wrong at some point. The chain takes a forward a token."""
+    """Any flaw in the drafter's cache would make it wrong at some point. The chain takes a forward per token."""
     model = model_of(family)
     out = generate(model, model, max_new_tokens=41, tree_shape="chain", draft_length=4)
     assert out.ddtree_stats.accepted_lengths == [5] * 8

@@ -420,7 +420,7 @@ class TestCommand:
         result = self.run("demo", *(["--tree-budget", *arguments] if arguments else []), columns=80)
         assert result.exit_code == 0, result.output
         assert nodes in result.output and f"{PAIR / 'drafter'}" in result.output.replace("\n", "")
-        assert re.search(r"\d MiB  in all, [\d.]+ KiB a node +│", result.output)
+        assert re.search(r"\d MiB  in all, [\d.]+ KiB per node +│", result.output)
         budget = arguments[0] if arguments else '"auto"'
         assert f"tree_budget={budget})" in result.output
 

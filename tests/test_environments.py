@@ -57,7 +57,7 @@ def decode_both(model, inputs, surroundings, make_drafting, **kwargs):
 def assert_same(plain, tree, name):
     """The same tokens; in half precision the same scores up to rounding, as long as the tokens before them agree.
 
-    There, rounding depends on how many tokens a forward is fed, so that near ties may go either way.
+    There, rounding depends on how many tokens per forward is fed, so that near ties may go either way.
     """
     if name != "autocast":
         assert tree.sequences.tolist() == plain.sequences.tolist()

@@ -386,9 +386,9 @@ print(json.dumps({"plain": plain, "tree": tree}))
 def test_a_prompt_of_8000_tokens_in_bounded_memory():
     """On top of standard decoding: the hooked layers' outputs, twice while they are joined, and the drafter's context.
 
-    That is 2 * 4 layers * 128 and 3 layers * 2 * 192 floats a token, 71 MB in all, but not all at once. A mask of all
-    pairs of tokens would be 268 MB in float32. No tensor may be larger than the largest one of standard decoding or
-    than the buffer of the context of one of the drafter's layers.
+    That is 2 * 4 layers * 128 and 3 layers * 2 * 192 floats per token, 71 MB in all, but not all at once. A mask of
+    all pairs of tokens would be 268 MB in float32. No tensor may be larger than the largest one of standard decoding
+    or than the buffer of the context of one of the drafter's layers.
     """
     length = 8192
     script = subprocess.run(

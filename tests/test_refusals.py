@@ -550,7 +550,7 @@ BAD_TREES = {
     "other root": (lambda root: [raw_tree([(root + 1) % VOCAB_SIZE, 1], [-1, 0])], ("root", "context.input_ids")),
     "rising": (lambda root: [raw_tree([root, 1, 2], [-1, 0, 1], [0.0, -2.0, -1.0])], ("log_probs", "whole paths")),
     "no number": (lambda root: [raw_tree([root, 1], [-1, 0], [0.0, math.nan])], ("log_probs", "no numbers")),
-    "too few": (lambda root: [raw_tree([root, 1], [-1, 0], [0.0])], ("log_probs", "one a node")),
+    "too few": (lambda root: [raw_tree([root, 1], [-1, 0], [0.0])], ("log_probs", "one per node")),
     "above certain": (lambda root: [raw_tree([root, 1], [-1, 0], [math.inf, math.inf])], ("log_probs", "0 at the")),
     "list": (lambda root: [DraftTree(*vectors([root, 1], [-1, 0]), [0.0, -1.0])], ("log_probs", "vector of float32")),
     "half": (lambda root: [DraftTree(*vectors([root], [-1]), torch.zeros(1).half())], ("log_probs", "float32")),
@@ -685,7 +685,7 @@ class Proposing(hf_ddtree.TreeCandidateGenerator):
     "proposal", [None, hf_ddtree.DraftTree.root_only(3), [[3, 4]]], ids=["nothing", "one tree", "lists"]
 )
 def test_a_proposal_of_the_wrong_type(model, proposal):
-    with pytest.raises(TypeError, match="must return a list of `hf_ddtree.DraftTree`, one a row"):
+    with pytest.raises(TypeError, match="must return a list of `hf_ddtree.DraftTree`, one per row"):
         model.generate(
             make_prompt(), max_new_tokens=4, generation_strategy="ddtree", candidate_generator=Proposing(proposal)
         )

@@ -32,11 +32,11 @@ CONTEXT_LENGTHS = (1, 2, 3, CONV_KERNEL, 6, WINDOW - 1, WINDOW, 13, 70)
 
 
 class Decoding:
-    """What a decoding loop keeps between rounds, for one row a sequence.
+    """What a decoding loop keeps between rounds, for one row per sequence.
 
     Args:
         model: The target.
-        contexts: Token ids that the cache shall hold, one list a row.
+        contexts: Token ids that the cache shall hold, one list per row.
         padding: Number of positions at the left of each row that the attention mask hides.
     """
 

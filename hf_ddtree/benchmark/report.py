@@ -96,7 +96,7 @@ class Report:
             for entry in entries
         ]
         speed.boxplot(speeds, orientation="horizontal", tick_labels=labels, showfliers=False)
-        speed.set_xlabel("tokens a second")
+        speed.set_xlabel("tokens per second")
         speed.invert_yaxis()
         for entry, label in zip(entries, labels):
             if entry.accepted_lengths:

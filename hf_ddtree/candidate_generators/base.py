@@ -22,7 +22,7 @@ from .context import DraftContext, VerifiedRound
 
 
 class TreeCandidateGenerator(CandidateGenerator):
-    """Proposes a token tree a row and round.
+    """Proposes a token tree per row and round.
 
     A generator that keeps something between rounds serves one `generate()` call at a time.
 
@@ -56,7 +56,7 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     @abstractmethod
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
-        """Proposes one tree a row, with the row's last token as its root and at most `budget` drafted nodes.
+        """Proposes one tree per row, with the row's last token as its root and at most `budget` drafted nodes.
 
         Must not draw from PyTorch's default random generator: sampling with a seed would give other tokens.
         """

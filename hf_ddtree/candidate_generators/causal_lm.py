@@ -76,7 +76,7 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         drafter: The drafter, on any device, in any dtype; may be the target itself.
         target_model: The target.
         config: Shape, width and depth of the trees; five levels if `draft_length` does not say otherwise.
-        state: A former call's `draft_state`, if the sequences continue.
+        state: An earlier call's `draft_state`, if the sequences continue.
 
     Raises:
         ValueError: If the drafter has another vocabulary than the target, or cannot run on trees.
@@ -120,7 +120,7 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         super().start(cached_ids, num_cached)
         self._cached_elsewhere = None
         if cached_ids.shape[1] < num_cached and self.state.num_seen:
-            # The caller passes only what follows, so what the cache holds must be taken from the former call.
+            # The caller passes only what follows, so what the cache holds must be taken from the earlier call.
             longest = max(self.state.num_seen)
             if longest == num_cached and len(cached_ids) == len(self.state.sequences):
                 self._cached_elsewhere = [

@@ -54,7 +54,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         drafter: The drafter, on any device and in any dtype.
         target_model: The target, whose embeddings and output head the drafter uses.
         config: Shape, width and depth of the trees.
-        state: A former call's `draft_state`, if the sequences continue.
+        state: An earlier call's `draft_state`, if the sequences continue.
 
     Attributes:
         wants_successors: Whether it builds better trees with `successors`.
@@ -225,7 +225,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self._drafted, self._branches = None, []
 
     def _remember(self, context: DraftContext) -> None:
-        """Keeps the features for the next draft, behind those that are left of a former call."""
+        """Keeps the features for the next draft, behind those that are left of an earlier call."""
         state = self.state
         state.input_ids = context.input_ids
         state.root_positions = list(context.root_positions)

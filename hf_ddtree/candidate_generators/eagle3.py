@@ -29,7 +29,7 @@ class Eagle3TreeCandidateGenerator(MTPTreeCandidateGenerator):
         drafter: The drafter.
         target_model: The target.
         config: Shape, width and depth of the trees; five levels if `draft_length` does not say otherwise.
-        state: A former call's `draft_state`, if the sequences continue.
+        state: An earlier call's `draft_state`, if the sequences continue.
 
     Raises:
         ValueError: If the drafter does not fit the target.

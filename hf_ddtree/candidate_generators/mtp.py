@@ -73,7 +73,7 @@ class MTPState(KnownSequences):
 
 
 class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
-    """Expands a tree level by level with the target's MTP layers: one forward of one layer a level.
+    """Expands a tree level by level with the target's MTP layers: one forward of one layer per level.
 
     For every committed token the layers get true hidden states: the first layer the target's, each other one the
     outputs of the layer before it. Below the root a node gets the output of the level above at its parent. A single
@@ -84,7 +84,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         target_model: The target.
         config: Shape, width and depth of the trees. By default five levels, or as many as there are layers if there
             are several.
-        state: A former call's `draft_state`, if the sequences continue.
+        state: An earlier call's `draft_state`, if the sequences continue.
 
     Raises:
         ValueError: If the layers are of another size than the target, or in training mode.

@@ -26,17 +26,17 @@ def checked_trees(trees: Any, roots: Sequence[int], vocab_size: int | None = Non
 
     Raises:
         TypeError: If it is no list of trees.
-        ValueError: If the trees are not one a row, or one is no tree below the row's last token.
+        ValueError: If the trees are not one per row, or one is no tree below the row's last token.
     """
     if not isinstance(trees, list | tuple) or not all(isinstance(tree, DraftTree) for tree in trees):
         raise TypeError(
-            "The candidate generator's `propose` must return a list of `hf_ddtree.DraftTree`, one a row, but "
+            "The candidate generator's `propose` must return a list of `hf_ddtree.DraftTree`, one per row, but "
             f"returned {trees!r}."
         )
     if len(trees) != len(roots):
         raise ValueError(
             f"The candidate generator proposed {len(trees)} trees for {len(roots)} rows. `propose` must return "
-            "one a row; `DraftTree.root_only(token)` is a tree with nothing drafted."
+            "one per row; `DraftTree.root_only(token)` is a tree with nothing drafted."
         )
     for tree, root in zip(trees, roots):
         _check_tree(tree, root, vocab_size)
@@ -72,7 +72,7 @@ def _check_tree(tree: DraftTree, root: int, vocab_size: int | None) -> None:
     if not _is_vector(tree.log_probs, len(tree), torch.float32) or not _never_rise(tree.log_probs.numpy(), parents):
         raise ValueError(
             "The candidate generator proposed a tree with `log_probs` that are no vector of float32 on the CPU with "
-            "one a node, are not 0 at the root, are no numbers, or are greater at a node than at its parent: they "
+            "one per node, are not 0 at the root, are no numbers, or are greater at a node than at its parent: they "
             "belong to whole paths. Build trees with `DraftTree.from_parents`, which checks."
         )
 

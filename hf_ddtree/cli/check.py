@@ -87,7 +87,7 @@ def _table(report: CheckReport, is_auto: bool) -> Table:
         most = ", the most of `auto`," if is_auto else ""
         where = f"{memory.pop('nodes')} nodes{most} behind {memory.pop('context_length')} tokens:"
         parts = [f"{size / 2**20:9.2f} MiB  {name.replace('_', ' ')}" for name, size in memory.items() if size]
-        total = f"{report.memory.total / 2**20:9.2f} MiB  in all, {report.memory.per_node / 2**10:.1f} KiB a node"
+        total = f"{report.memory.total / 2**20:9.2f} MiB  in all, {report.memory.per_node / 2**10:.1f} KiB per node"
         table.add_row("memory of a tree", "\n".join([where, *parts, total]))
     if report.drafter is not None:
         fit = {True: "fits", False: "does not fit", None: "not known"}[report.drafter_fits]

@@ -76,7 +76,7 @@ def prompt_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: di
 
 
 def prompt_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int | None:
-    """Tokens of the whole prompt, those in a former call's cache included; None if `generate()` was not told.
+    """Tokens of the whole prompt, those in an earlier call's cache included; None if `generate()` was not told.
 
     What follows from the attention mask. Newer versions drop a mask that masks nothing, and keep its length.
     """

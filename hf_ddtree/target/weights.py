@@ -101,7 +101,7 @@ class _EmbeddingCalls(TorchFunctionMode):
     """Keeps what `F.embedding` returns meanwhile, in this thread, put together if each process has a part of it.
 
     Attributes:
-        rows: One tensor a call.
+        rows: One tensor per call.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ def build_tree(
     *,
     next_state: Tensor | None = None,
 ) -> DraftTree:
-    """Builds the token tree of one round from one distribution a depth (DDTree, arXiv:2604.12989, algorithm 1), or
+    """Builds the token tree of one round from one distribution per depth (DDTree, arXiv:2604.12989, algorithm 1), or
     from distributions that depend on how a prefix came about.
 
     The probability of a prefix is the product of its tokens' probabilities at their depths. `"best_first"` keeps the
@@ -40,8 +40,8 @@ def build_tree(
 
     The search goes one depth at a time, with all of the depth's prefixes in one array. The candidate of rank `r` below
     the prefix that has rank `p` among those of its state comes after all such pairs of ranks up to `p` and `r`, so it
-    can only be among the `budget` best if `(p + 1) * (r + 1) <= budget`: about `budget * ln(budget)` pairs a depth and
-    state, whatever the number of candidates.
+    can only be among the `budget` best if `(p + 1) * (r + 1) <= budget`: about `budget * ln(budget)` pairs per depth
+    and state, whatever the number of candidates.
 
     Args:
         log_probs: `(depth, k)`, or `(depth, states, k)` with `next_state`. Log-probabilities, descending along `k`;

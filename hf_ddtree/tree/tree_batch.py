@@ -1,4 +1,4 @@
-"""The trees of one round as rectangular tensors, one row a sequence."""
+"""The trees of one round as rectangular tensors, one row per sequence."""
 
 from __future__ import annotations
 

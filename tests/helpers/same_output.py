@@ -20,7 +20,7 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 
 
 def assert_same_details(got: Any, expected: Any) -> None:
-    """The same hidden states or attentions: an entry a token, and in it one a layer."""
+    """The same hidden states or attentions: an entry per token, and in it one per layer."""
     assert (got is None) == (expected is None)
     assert len(got or ()) == len(expected or ())
     for step, step_expected in zip(got or (), expected or ()):
