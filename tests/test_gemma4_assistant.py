@@ -320,7 +320,9 @@ def test_assistants_that_do_not_fit(
     assert hf_ddtree.check(target, tmp_path).drafter_fits is False
     other = type(assistant)(config).eval()
     with pytest.raises(ValueError, match=message):
-        target.generate(torch.arange(1, 5)[None], assistant_model=other, generation_strategy="ddtree")
+        target.generate(
+            torch.arange(1, 5)[None], max_new_tokens=4, assistant_model=other, generation_strategy="ddtree"
+        )
 
 
 @pytest.mark.core

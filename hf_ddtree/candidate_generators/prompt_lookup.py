@@ -187,7 +187,7 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
     def bring(self, tensors: Sequence[Tensor]) -> None:
         """Takes what `unread` gave, brought to the CPU."""
         self._said = [
-            said._replace(probs=probs, token_ids=token_ids)
+            _Said(said.trees, probs, token_ids, said.num_emitted)
             for said, probs, token_ids in zip(self._said, tensors[::2], tensors[1::2])
         ]
 

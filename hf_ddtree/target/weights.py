@@ -83,8 +83,8 @@ def head_logits(head: nn.Module, hidden_states: Tensor) -> Tensor:
 
 def _first_weight(module: nn.Module) -> Any:
     """The first of a module's parameters, None if it has none; asked first for `weight`, which is faster."""
-    weight = module._parameters.get("weight")
-    return next(module.parameters(), None) if weight is None else weight
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, nn.Parameter) else next(module.parameters(), None)
 
 
 def _has_wrapped_forward(module: nn.Module) -> bool:
