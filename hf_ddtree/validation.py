@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Integral
@@ -34,3 +36,17 @@ def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.6) -> st
 def describe_type(value: object) -> str:
     """What a value of a wrong type is, for an error message."""
     return f"the class `{value.__name__}`" if isinstance(value, type) else f"a `{type(value).__name__}`"
+
+
+def shortened(value: object) -> str:
+    """A wrong value as an error message shows it, in 60 characters at most."""
+    return textwrap.shorten(repr(value), 60, placeholder="...")
+
+
+def reason_of(error: ValueError) -> str:
+    """Why a line of a file cannot be read, for an error message."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON ({error.msg} at column {error.colno})."
+    if isinstance(error, UnicodeDecodeError):
+        return f"no UTF-8 (byte {error.object[error.start]:#x} at place {error.start + 1})."
+    return str(error)

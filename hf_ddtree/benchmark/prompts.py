@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ..validation import reason_of, shortened
 
 
 class Dataset(NamedTuple):
@@ -93,19 +94,11 @@ def _from_file(path: Path, limit: int | None) -> list[str]:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
             prompts.append(prompt_of(json.loads(text)) if path.suffix == ".jsonl" else text)
         except ValueError as error:
-            wrong.append(f"{path}, line {number}: {_reason(error)}")
+            wrong.append(f"{path}, line {number}: {reason_of(error)}")
     if wrong:
         more = [f"and {len(wrong) - MOST_SHOWN} more lines."] if len(wrong) > MOST_SHOWN else []
         raise ValueError("\n".join([*wrong[:MOST_SHOWN], *more]))
     return prompts
-
-
-def _reason(error: ValueError) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"no JSON ({error.msg} at column {error.colno})."
-    if isinstance(error, UnicodeDecodeError):
-        return f"no UTF-8 (byte {error.object[error.start]:#x} at place {error.start + 1})."
-    return str(error)
 
 
 def prompt_of(entry: Any) -> str:
@@ -116,7 +109,7 @@ def prompt_of(entry: Any) -> str:
     """
     names = ", ".join(map(repr, COLUMNS))
     if not isinstance(entry, dict):
-        raise ValueError(f"{_shortened(entry)} is no object with one of {names}.")
+        raise ValueError(f"{shortened(entry)} is no object with one of {names}.")
     column = next((column for column in COLUMNS if column in entry), None)
     if column is None:
         raise ValueError(f"the object has none of {names}, but {', '.join(map(repr, entry)) or 'nothing'}.")
@@ -127,11 +120,7 @@ def _text_of(column: str, prompt: Any) -> str:
     """The prompt itself, or the first of several turns."""
     first = prompt[0] if isinstance(prompt, list | tuple) and prompt else prompt
     if not isinstance(first, str):
-        raise ValueError(f"{column!r} must be a text, or a list that begins with one, but is {_shortened(prompt)}.")
+        raise ValueError(f"{column!r} must be a text, or a list that begins with one, but is {shortened(prompt)}.")
     if not first.strip():
         raise ValueError(f"{column!r} is empty.")
     return first
-
-
-def _shortened(value: Any) -> str:
-    return textwrap.shorten(repr(value), 60, placeholder="...")

@@ -34,15 +34,6 @@ class SequentialHeadTreeCandidateGenerator(DFlashTreeCandidateGenerator, Levelwi
     drafter: SequentialHeadDraftModel
 
     @torch.no_grad()
-    def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
-        if not self._is_conditional:
-            return super().propose(context, budget)
-        self._remember(context)
-        first = self.drafter.config.first_slot
-        hidden_states = self._draft(context.input_ids[:, -1:])[:, first : first + self._draft_length]
-        return self.trees_of(hidden_states, context.input_ids[:, -1], context.roots, budget)
-
-    @torch.no_grad()
     def trees_of(
         self,
         hidden_states: Tensor,
@@ -54,7 +45,8 @@ class SequentialHeadTreeCandidateGenerator(DFlashTreeCandidateGenerator, Levelwi
         if not self._is_conditional:
             return super().trees_of(hidden_states, roots, root_ids, budget, context)
         trees = self._new_trees(root_ids, budget)
-        return self._grow(trees, self._levels(trees, hidden_states, self._width(budget)))
+        levels = self._levels(trees, hidden_states, self._width(budget))
+        return self._grow(trees, levels, None if context is None else context.tokens_left)
 
     def _levels(self, trees: list[GrowingTree], hidden_states: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
         """For each level the candidates after the frontiers.

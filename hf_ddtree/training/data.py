@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from ..validation import reason_of, shortened
 from .documents import Document
 
 # Files of a folder.
@@ -94,7 +94,7 @@ def _read(
         try:
             made.append(made_of(read()))
         except ValueError as error:
-            wrong.append(f"{where}: {_reason(error)}")
+            wrong.append(f"{where}: {reason_of(error)}")
             if on_bad_line == "skip" and on_skip is not None:
                 on_skip(wrong[-1])
     if wrong and on_bad_line == "raise":
@@ -261,7 +261,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool
 def _fields_of(entry: Any, *needed: str) -> Mapping[str, Any]:
     """The entry, if it is an object with one of some fields."""
     if not isinstance(entry, Mapping):
-        raise ValueError(f"{_shortened(entry)} is no object.")
+        raise ValueError(f"{shortened(entry)} is no object.")
     if not any(entry.get(name) is not None for name in needed):
         names = ", ".join(f"`{name}`" for name in needed)
         raise ValueError(f"the object has none of {names}, but {', '.join(map(repr, entry)) or 'nothing'}.")
@@ -271,7 +271,7 @@ def _fields_of(entry: Any, *needed: str) -> Mapping[str, Any]:
 def _string(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"`{name}` must be a text that is not empty, but is {_shortened(value)}.")
+        raise ValueError(f"`{name}` must be a text that is not empty, but is {shortened(value)}.")
     return value
 
 
@@ -279,19 +279,5 @@ def _messages(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     messages = fields["messages"]
     is_list = isinstance(messages, list) and messages
     if not is_list or not all(isinstance(one, Mapping) and "role" in one and "content" in one for one in messages):
-        raise ValueError(
-            f"`messages` must be a list of objects with `role` and `content`, not {_shortened(messages)}."
-        )
+        raise ValueError(f"`messages` must be a list of objects with `role` and `content`, not {shortened(messages)}.")
     return messages
-
-
-def _reason(error: ValueError) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"no JSON ({error.msg} at column {error.colno})."
-    if isinstance(error, UnicodeDecodeError):
-        return f"no UTF-8 (byte {error.object[error.start]:#x} at place {error.start + 1})."
-    return str(error)
-
-
-def _shortened(value: Any) -> str:
-    return textwrap.shorten(repr(value), 60, placeholder="...")
