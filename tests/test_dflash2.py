@@ -18,7 +18,8 @@ from test_multi_turn import CHATS, FORMS, MIXES, chat, make_turns, without_cache
 from torch import Tensor
 from transformers import AutoModel
 
-from hf_ddtree import DDTreeConfig, DFlashTreeCandidateGenerator, DraftContext, load_drafter
+from hf_ddtree import DDTreeConfig, DraftContext, load_drafter
+from hf_ddtree.candidate_generators.dflash2 import DFlash2TreeCandidateGenerator
 from hf_ddtree.drafters import DFlash2Config, DFlash2DraftModel
 from hf_ddtree.tree.build import build_tree
 from hf_ddtree.tree.candidates import best_tokens, conditional_candidates
@@ -166,7 +167,7 @@ def test_nothing_is_drafted_where_there_is_no_distribution() -> None:
 
 
 def propose(drafter: DFlash2DraftModel, budget: int, **knobs: Any) -> Any:
-    generator = DFlashTreeCandidateGenerator(drafter, make_model(TARGET, "sdpa"), DDTreeConfig(**knobs))
+    generator = DFlash2TreeCandidateGenerator(drafter, make_model(TARGET, "sdpa"), DDTreeConfig(**knobs))
     input_ids = torch.tensor([[3, 4, 5], [7, 8, 9]])
     features = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0))
     return generator.propose(DraftContext(input_ids, [2, 2], generator.reduce_features(features), [2, 2]), budget)

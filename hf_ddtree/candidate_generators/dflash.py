@@ -12,10 +12,9 @@ from ..configuration import DDTreeConfig
 from ..devices import builds_on_device, on_device
 from ..drafters.dflash import DFlashContextCache, DFlashDraftModel
 from ..drafters.dflash.checkpoint import check_drafter_fits
-from ..drafters.dflash2 import DFlash2DraftModel
 from ..tree.build import build_tree
 from ..tree.build_on_device import search_trees
-from ..tree.candidates import best_tokens, conditional_candidates, on_host
+from ..tree.candidates import best_tokens, on_host
 from ..tree.draft_tree import DraftTree
 from .base import TreeCandidateGenerator, end_tokens_of
 from .branch_search import BranchCandidates, search_branches
@@ -46,9 +45,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
     """Drafts a block in one forward and turns its distributions into a tree.
 
     The block holds the root and one mask token for each position to predict. The features of the committed tokens
-    enter the drafter's layers as keys and values in front of the block's, and are kept in the drafter's own cache. If
-    the drafter has a candidate selector, as DFlash 2 has, trees are built on the probability of each token given the
-    one before it.
+    enter the drafter's layers as keys and values in front of the block's, and are kept in the drafter's own cache.
 
     Args:
         drafter: The drafter, on any device and in any dtype.
@@ -202,14 +199,9 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         probable a token is after another."""
         logits = self.drafter.compute_logits(hidden_states, self._head)
         most = self.config.tree_top_k
-        if not isinstance(self.drafter, DFlash2DraftModel) or not self._is_conditional:
-            # A chain of marginals takes the best token at each depth.
-            is_chain = self._shape == "chain"
-            return best_tokens(logits, 1 if is_chain else min(budget, most or budget))
-        top_k = self.drafter.config.selector_top_k
-        log_probs, token_ids = best_tokens(logits, min(top_k, most or top_k))
-        pair_scores = self.drafter.pair_scores(hidden_states, roots, token_ids)
-        return conditional_candidates(log_probs, token_ids, pair_scores)
+        # A chain of marginals takes the best token at each depth.
+        is_chain = self._shape == "chain"
+        return best_tokens(logits, 1 if is_chain else min(budget, most or budget))
 
     def _learn(self, context: DraftContext) -> None:
         """Lets the calibration compare the last round's candidates with the emitted tokens."""

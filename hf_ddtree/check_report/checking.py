@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..budget.auto import AutoBudget
 from ..configuration import DDTreeConfig
-from ..drafter_kinds import check_checkpoint_fits, checkpoint_kind, drafter_kind
+from ..drafter_kinds import GENERATORS, check_checkpoint_fits, checkpoint_kind, drafter_kind
 from ..drafters.mtp.checkpoint import OWN_CHECKPOINT, check_mtp_fits, holds_mtp_layers
 from ..interop.models import attention_implementation
 from ..interop.wrappers import unwrapped
@@ -123,7 +123,7 @@ def _fit(
         if not isinstance(drafter, str | os.PathLike):
             note_cost(drafter, target, notes)
             # Weights are not asked for, of the drafter either.
-            generator = drafter_kind(drafter).make_generator(drafter, target, DDTreeConfig(), None)
+            generator = GENERATORS[drafter_kind(drafter)](drafter, target, DDTreeConfig(), None)
             return generator.feature_layers, True, None
         if str(drafter) in (OWN_CHECKPOINT, path) and (verdict := _mtp_verdict(str(drafter), path, target)):
             return (), *verdict

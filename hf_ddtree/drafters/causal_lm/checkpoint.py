@@ -8,6 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ...target.requirements import check_target
 from ..checkpoint import Checkpoint
+from ..kind import LEVELWISE, DrafterKind, Format
 
 # Each model pads its embedding table to a round size and adds rows for its own tokens. Tables of one tokenizer differ
 # by at most this many rows, and by at most this fraction of the larger table; those of two tokenizers by more.
@@ -73,3 +74,24 @@ def _check_vocab_size(config: PreTrainedConfig, target_config: PreTrainedConfig,
             "and drafting in other tokens (universal assisted decoding) is not supported. Choose a drafter with the "
             "target's tokenizer."
         )
+
+
+CAUSAL_LM = DrafterKind(
+    name="causal language model",
+    tree=LEVELWISE,
+    formats=(
+        Format(
+            "Transformers",
+            "`architectures` with a class of `AutoModelForCausalLM`, or one that ends in "
+            "`ForConditionalGeneration` and has such a counterpart",
+            "the target's tokenizer, see below",
+            "test_causal_lm_drafter.py::test_the_tree_is_the_best_under_the_drafters_probabilities",
+        ),
+    ),
+    recognises=lambda checkpoint, _: is_causal_lm(checkpoint),
+    read_config=Checkpoint.read_config,
+    check_fits=check_config_fits,
+    load=load_causal_lm,
+    matches=lambda drafter: isinstance(drafter, PreTrainedModel),
+    is_never_a_target=False,
+)

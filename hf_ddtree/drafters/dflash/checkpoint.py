@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from transformers import PreTrainedModel
 
 from ..checkpoint import Checkpoint
 from ..fit import check_sizes_fit, check_vocabulary
-from ..speculators.layout import read_speculators_settings
-from ..zlab.layout import projector_type, read_zlab_settings
+from ..kind import BLOCK, DrafterKind, Format
+from ..speculators.layout import SPECULATORS_NEEDS, read_speculators_settings
+from ..zlab.layout import ZLAB_NEEDS, projector_type, read_zlab_settings
 from .config import DFlashConfig
 from .model import DFlashDraftModel
 
@@ -67,3 +70,34 @@ def check_dflash_fits(config: DFlashConfig, target_model: PreTrainedModel) -> No
             "The drafter's config has no `mask_token_id`, so it cannot say what fills the slots to predict. Set "
             "`drafter.config.mask_token_id` to the token that it was trained with."
         )
+
+
+DFLASH = DrafterKind(
+    name="DFlash",
+    tree=BLOCK,
+    formats=(
+        Format(
+            "z-lab",
+            "`architectures` with `DFlashDraftModel`",
+            ZLAB_NEEDS,
+            "test_dflash_parity.py::test_hidden_states_over_rounds",
+        ),
+        Format(
+            "JetSpec",
+            "z-lab's, with `causal_head` in `dflash_config`",
+            ZLAB_NEEDS,
+            "test_dflash_parity.py::test_jetspec",
+        ),
+        Format(
+            "speculators",
+            "`speculators_model_type` `dflash`",
+            SPECULATORS_NEEDS,
+            "test_speculators_parity.py::test_logits_over_rounds",
+        ),
+    ),
+    recognises=lambda checkpoint, _: is_dflash(checkpoint),
+    read_config=read_dflash_config,
+    check_fits=check_dflash_fits,
+    load=partial(load_dflash, DFlashDraftModel),
+    matches=lambda drafter: isinstance(drafter, DFlashDraftModel),
+)

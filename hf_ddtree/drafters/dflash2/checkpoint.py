@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ..checkpoint import Checkpoint
+from ..dflash.checkpoint import check_dflash_fits, load_dflash
 from ..dflash.config import DFlashConfig
-from ..speculators.layout import read_speculators_settings
-from ..zlab.layout import nested_settings, read_zlab_settings
+from ..kind import CONDITIONAL, DrafterKind, Format
+from ..speculators.layout import SPECULATORS_NEEDS, read_speculators_settings
+from ..zlab.layout import ZLAB_NEEDS, nested_settings, read_zlab_settings
 from .config import DFlash2Config
+from .model import DFlash2DraftModel
 
 # The defaults of the speculators library.
 SPECULATORS_DEFAULTS: dict[str, Any] = {
@@ -44,3 +48,28 @@ def read_dflash2_config(checkpoint: Checkpoint) -> DFlashConfig:
         return DFlash2Config(**read_speculators_settings(checkpoint, **SPECULATORS_DEFAULTS))
     required = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     return DFlash2Config.from_dict(read_zlab_settings(checkpoint, "DFlash 2", required))
+
+
+DFLASH2 = DrafterKind(
+    name="DFlash 2",
+    tree=CONDITIONAL,
+    formats=(
+        Format(
+            "z-lab",
+            "`architectures` with `DFlash2DraftModel`, or `selector_rank`",
+            f"`conv_kernel_size`, `conv_group_size`, `selector_rank`, `selector_top_k`; {ZLAB_NEEDS}",
+            "test_dflash2_parity.py::test_hidden_states_over_rounds",
+        ),
+        Format(
+            "speculators",
+            "`speculators_model_type` `dflash2`",
+            SPECULATORS_NEEDS,
+            "test_speculators_parity.py::test_dflash2",
+        ),
+    ),
+    recognises=lambda checkpoint, _: is_dflash2(checkpoint),
+    read_config=read_dflash2_config,
+    check_fits=check_dflash_fits,
+    load=partial(load_dflash, DFlash2DraftModel),
+    matches=lambda drafter: isinstance(drafter, DFlash2DraftModel),
+)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..checkpoint import Checkpoint
-from ..zlab.layout import projector_type, read_zlab_settings
+from ..dflash.checkpoint import check_dflash_fits, load_dflash
+from ..kind import ALONG_BRANCH, DrafterKind, Format
+from ..zlab.layout import ZLAB_NEEDS, projector_type, read_zlab_settings
 from .config import DominoConfig
+from .model import DominoDraftModel
 
 
 def is_domino(checkpoint: Checkpoint) -> bool:
@@ -34,3 +39,22 @@ def read_domino_config(checkpoint: Checkpoint) -> DominoConfig:
     settings = read_zlab_settings(checkpoint, "Domino", ("emb_dim", "gru_hidden_dim"), optional)
     settings["sample_from_anchor"] = settings.pop("shift_label", False)
     return DominoConfig.from_dict(settings)
+
+
+DOMINO = DrafterKind(
+    name="Domino",
+    tree=ALONG_BRANCH,
+    formats=(
+        Format(
+            "SpecForge",
+            "`architectures` with `DominoDraftModel`, or `projector_type` `domino` in `dflash_config`",
+            f"`emb_dim`, `gru_hidden_dim`; {ZLAB_NEEDS}",
+            "test_domino.py::test_trees_over_rounds",
+        ),
+    ),
+    recognises=lambda checkpoint, _: is_domino(checkpoint),
+    read_config=read_domino_config,
+    check_fits=check_dflash_fits,
+    load=partial(load_dflash, DominoDraftModel),
+    matches=lambda drafter: isinstance(drafter, DominoDraftModel),
+)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ..checkpoint import Checkpoint
-from ..speculators.layout import read_speculators_settings
-from ..zlab.layout import projector_type, read_zlab_settings
+from ..dflash.checkpoint import check_dflash_fits, load_dflash
+from ..kind import ALONG_BRANCH, DrafterKind, Format
+from ..speculators.layout import SPECULATORS_NEEDS, read_speculators_settings
+from ..zlab.layout import ZLAB_NEEDS, projector_type, read_zlab_settings
 from .config import DSparkConfig
+from .model import DSparkDraftModel
 
 # The defaults of the speculators library.
 SPECULATORS_DEFAULTS: dict[str, Any] = {
@@ -48,3 +52,31 @@ def read_dspark_config(checkpoint: Checkpoint) -> DSparkConfig:
     settings["sample_from_anchor"] = settings.pop("shift_label", True)
     settings["owns_vocabulary"] = "Qwen3DSparkModel" in checkpoint.architectures
     return DSparkConfig.from_dict(settings)
+
+
+DSPARK = DrafterKind(
+    name="DSpark",
+    tree=ALONG_BRANCH,
+    formats=(
+        Format(
+            "DeepSpec",
+            "`architectures` with `Qwen3DSparkModel`",
+            f"`markov_rank`, `enable_confidence_head`; {ZLAB_NEEDS}",
+            "test_dspark.py::test_trees_over_rounds",
+        ),
+        Format(
+            "SpecForge",
+            "`architectures` with `DSparkDraftModel`, or `projector_type` `dspark` in `dflash_config`",
+            f"`markov_rank`, `enable_confidence_head`; {ZLAB_NEEDS}",
+            "test_dspark.py::test_trees_over_rounds",
+        ),
+        Format(
+            "speculators", "`speculators_model_type` `dspark`", SPECULATORS_NEEDS, "test_dspark.py::test_speculators"
+        ),
+    ),
+    recognises=lambda checkpoint, _: is_dspark(checkpoint),
+    read_config=read_dspark_config,
+    check_fits=check_dflash_fits,
+    load=partial(load_dflash, DSparkDraftModel),
+    matches=lambda drafter: isinstance(drafter, DSparkDraftModel),
+)

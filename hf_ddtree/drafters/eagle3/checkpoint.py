@@ -9,6 +9,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from ..checkpoint import Checkpoint
 from ..config_keys import fields_of, refuse_unknown_keys, require_target_width
 from ..fit import check_sizes_fit, check_vocabulary
+from ..kind import LEVELWISE, DrafterKind, Format
 from ..speculators.layout import (
     LAYOUT_KEYS,
     read_layer_config,
@@ -127,3 +128,34 @@ def load_eagle3(
     )
     check_vocabulary(drafter.target_token_ids, config, checkpoint)
     return drafter
+
+
+EAGLE3 = DrafterKind(
+    name="EAGLE-3",
+    tree=LEVELWISE,
+    formats=(
+        Format(
+            "SafeAILab",
+            "`architectures` with `LlamaForCausalLM`, and `draft_vocab_size`",
+            "layers of Llama with full attention; `d2t`",
+            "test_eagle3.py::test_the_two_layouts_are_one_drafter",
+        ),
+        Format(
+            "SpecForge",
+            "`architectures` with `LlamaForCausalLMEagle3`",
+            "layers of Llama with full attention; `d2t`",
+            "test_eagle3.py::test_the_two_layouts_are_one_drafter",
+        ),
+        Format(
+            "speculators",
+            "`speculators_model_type` `eagle3`",
+            "layers of Llama or Qwen3 with full attention; `d2t` of a reduced vocabulary",
+            "test_eagle3.py::test_trees_over_rounds",
+        ),
+    ),
+    recognises=lambda checkpoint, _: is_eagle3(checkpoint),
+    read_config=read_eagle3_config,
+    check_fits=check_eagle3_fits,
+    load=load_eagle3,
+    matches=lambda drafter: isinstance(drafter, Eagle3DraftModel),
+)

@@ -16,6 +16,7 @@ from ...interop.models import attention_implementation
 from ...target.layers import decoder_layers
 from ..checkpoint import Checkpoint
 from ..fit import ADVICE
+from ..kind import LEVELWISE, DrafterKind, Format
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
@@ -117,3 +118,22 @@ def load_gemma4_assistant(
                 f"of the {len(ordering)} tokens once. Download it again."
             )
     return assistant
+
+
+GEMMA4_ASSISTANT = DrafterKind(
+    name="assistant of Gemma 4",
+    tree=LEVELWISE,
+    formats=(
+        Format(
+            "Google",
+            "`model_type` `gemma4_assistant` or `gemma4_unified_assistant`",
+            "a Gemma 4 as the target, whose own keys and values it reads",
+            "test_gemma4_assistant.py::test_chains_are_those_of_transformers",
+        ),
+    ),
+    recognises=lambda checkpoint, _: is_gemma4_assistant_checkpoint(checkpoint),
+    read_config=Checkpoint.read_config,
+    check_fits=check_config_fits,
+    load=load_gemma4_assistant,
+    matches=is_gemma4_assistant,
+)

@@ -21,6 +21,7 @@ from ...interop.private import MissingPrivateName
 from ...target.layers import decoder_layers
 from ...target.weights import execution_device
 from ..checkpoint import Checkpoint
+from ..kind import LEVELWISE, DrafterKind, Format
 from .model import MTPDrafter, wrap_mtp_model
 
 # The path that stands for the checkpoint which the target was loaded from.
@@ -238,3 +239,29 @@ def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if "down_proj" in stacks:
             stacked[f"{prefix}.down_proj"] = stacks["down_proj"]
     return stacked
+
+
+MTP = DrafterKind(
+    name="multi-token-prediction layers",
+    tree=LEVELWISE,
+    formats=(
+        Format(
+            "Qwen3-Next, Qwen3.5, Qwen3.5-MoE",
+            '`"mtp"`, or tensors `mtp.*` in a checkpoint of the target',
+            "all tensors of one such layer, not quantized",
+            "test_mtp_drafter.py::test_the_tree_against_a_plain_step",
+        ),
+        Format(
+            "families whose layers Transformers loads",
+            '`"mtp"`, and `num_mtp_layers` in the target\'s config',
+            "the target's own checkpoint",
+            "test_mtp_drafter.py::test_what_transformers_drafts",
+        ),
+    ),
+    recognises=is_mtp,
+    read_config=lambda checkpoint: None,
+    check_fits=check_mtp_fits,
+    load=load_mtp,
+    matches=lambda drafter: isinstance(drafter, MTPDrafter | MtpModel),
+    is_never_a_target=False,
+)

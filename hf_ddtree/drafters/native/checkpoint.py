@@ -6,7 +6,8 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint import Checkpoint
 from ..dflash.checkpoint import check_dflash_fits
-from .view import NATIVE_MODEL_TYPES, read_native_config
+from ..kind import BLOCK, DrafterKind, Format
+from .view import NATIVE_MODEL_TYPES, is_native, read_native_config
 
 
 def is_native_checkpoint(checkpoint: Checkpoint) -> bool:
@@ -24,3 +25,22 @@ def load_native(
 ) -> PreTrainedModel:
     """Loads a drafter of a class that Transformers has."""
     return checkpoint.load(AutoModel, target_model)
+
+
+NATIVE = DrafterKind(
+    name="DFlash of Transformers",
+    tree=BLOCK,
+    formats=(
+        Format(
+            "Muse Glimmer",
+            "`model_type` `muse_glimmer_assistant`",
+            "what its class needs",
+            "test_native_dflash.py::test_hidden_states_over_rounds",
+        ),
+    ),
+    recognises=lambda checkpoint, _: is_native_checkpoint(checkpoint),
+    read_config=Checkpoint.read_config,
+    check_fits=check_native_fits,
+    load=load_native,
+    matches=is_native,
+)

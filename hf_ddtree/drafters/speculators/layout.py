@@ -15,6 +15,10 @@ UNSUPPORTED_TYPES = {
     "peagle": "it drafts from states of its own that no forward here keeps",
     "xpress": "its layers are not those of DFlash",
 }
+# What must be there, as the table of formats says it.
+SPECULATORS_NEEDS = (
+    "`aux_hidden_state_layer_ids`, `transformer_layer_config`, `mask_token_id`; `d2t` of a reduced vocabulary"
+)
 # The settings of type `"dflash"`, and their defaults.
 DFLASH_DEFAULTS: dict[str, Any] = {
     "aux_hidden_state_layer_ids": None,

@@ -28,6 +28,8 @@ SETTINGS = (
 CAUSAL = ("is_causal", "causal_head", "causal")
 # Keys of which only these values mean what is computed here.
 ONLY = {"attention_mode": ("gqa", "mha"), "dspark_backbone_conv_enabled": (False,), "use_swa": (False,)}
+# What must be there in every one, as the table of formats says it.
+ZLAB_NEEDS = "`mask_token_id`, and `target_layer_ids` or `num_target_layers`, in `dflash_config` or beside it"
 # What else there may be.
 _LAYOUT = ("architectures", "dflash_config", "projector_type", "target_hidden_size", "transformers_version")
 
