@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from .options import DeviceMap, Dtype, Target, check_repository, usage_error
 from .terminal import make_console
+from .training_table import LiveTable
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..drafters import DFlashDraftModel
-    from ..training import Document
+    from ..training import Document, TrainingConfig
     from ..training.self_text import WritingProgress
 
 # What is measured at the end, besides standard decoding.
 METHODS = ("chain", "tree:16", "auto")
-# Offsets of a block in the live table.
-SHOWN = 6
 
 
 def train(
@@ -85,22 +86,19 @@ def train(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     console, messages = make_console(), make_console(stderr=True)
-    try:
+    with _errors_as_messages(messages, output):
         if prompts is None and texts is None:
             raise ValueError("there is nothing to train on. Give `prompts` for the target to answer, or `texts`.")
-        options = _json_object(template_options)
+        reading = _reading(template_options, skip_bad_lines, messages)
         target = _target_folder(target)
         check_repository("target", target, "TARGET")
         if start is not None:
             check_repository("drafter", start, "--from")
         from accelerate import Accelerator
 
-        from ..demo import demo_folders
         from ..drafters.zlab.writing import published_config
-        from ..training import DrafterTrainer, Evaluator, PackedDocuments, TrainingConfig, save_drafter
+        from ..training import TrainingConfig
         from ..training.data import read_documents, read_prompts
-        from ..training.self_text import write_answers
-        from .loading import load_target
 
         config = TrainingConfig(
             steps=None if minutes is not None else steps,
@@ -113,74 +111,31 @@ def train(
             distribution_share=distribution_share,
             seed=seed,
         )
-        is_demo = target == demo_folders()[0]
-        model, tokenizer = load_target(target, "float32" if is_demo and dtype == "auto" else dtype, device_map)
         accelerator = Accelerator(mixed_precision=mixed_precision)
-        if device_map is None:
-            model.to(accelerator.device)
+        model, tokenizer = _load(target, dtype, device_map, accelerator)
         drafter = _drafter(model, tokenizer, start, kind, layers, block_size, length, seed)
         published_config(drafter.config)
-        reading: dict[str, Any] = {
-            "template_options": options,
-            "on_bad_line": "skip" if skip_bad_lines else "raise",
-            "on_skip": lambda wrong: messages.print(Text(f"left out: {wrong}")),
-        }
-        documents: list[Document] = []
-        evaluated: list[Document] = []
+        documents = [] if texts is None else read_documents(texts, tokenizer, **reading)
         measured: list[list[int]] = []
-        if texts is not None:
-            documents = read_documents(texts, tokenizer, **reading)
-        if prompts is not None:
-            asked = read_prompts(prompts, tokenizer, **reading)
-            if len(asked) <= held_out:
-                raise ValueError(
-                    f"`prompts` holds {len(asked)} prompts, of which `held_out`, {held_out}, are kept to measure on. "
-                    "Give more prompts, or keep fewer."
-                )
-            every = len(asked) // held_out
-            measured = asked[::every][:held_out]
-            learnt = [prompt for number, prompt in enumerate(asked) if number % every or number // every >= held_out]
-            drafts = drafter if start is not None else None
-            writing: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}
-            with Live(console=messages, transient=True) as live:
-                writing["on_progress"] = lambda progress: live.update(_writing(progress))
-                for _ in range(2):  # the second time for what other processes have written meanwhile
-                    evaluated = write_answers(
-                        model, measured, output / "held_out", drafter=drafts, sampled_share=0.0, **writing
-                    )
-                    answers = write_answers(
-                        *(model, learnt, output / "answers"),
-                        drafter=drafts,
-                        sampled_share=sampled_share,
-                        temperature=temperature,
-                        **writing,
-                    )
-                    accelerator.wait_for_everyone()
-            documents = [*documents, *answers]
-        else:
+        if prompts is None:
             evaluated, documents = documents[:held_out], documents[held_out:]
-        table = LiveTable()
-        with Live(table.render(), console=messages, transient=True) as live:
-            trainer = DrafterTrainer(
-                model,
-                drafter,
-                PackedDocuments(documents, length, seed),
-                config,
-                evaluator=Evaluator(model, evaluated, config.tree_budgets, length),
-                output_dir=output,
-                accelerator=accelerator,
-                on_log=lambda entry: live.update(table.add(entry, trainer.progress)),
-            )
-            if trainer.step and accelerator.is_main_process:
-                messages.print(f"Going on after step {trainer.step}.")
-            trainer.train()
-        if accelerator.is_main_process:
-            save_drafter(drafter, output / "drafter")
-            console.print(table.render())
-            console.print(Text(f"\nThe drafter is in {output / 'drafter'}.\n"), soft_wrap=True)
-        accelerator.wait_for_everyone()
+        else:
+            measured, learnt = _split(read_prompts(prompts, tokenizer, **reading), held_out)
+            writing: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}
+            writing["drafter"] = drafter if start is not None else None
+            sampling = {"sampled_share": sampled_share, "temperature": temperature}
+            evaluated, answers = _answers(model, measured, learnt, output, accelerator, messages, writing, sampling)
+            documents = [*documents, *answers]
+        _train(model, drafter, documents, evaluated, config, length, output, accelerator, console, messages)
         if measured:
             _measure(console, model, tokenizer, output, measured, max_new_tokens)
+
+
+@contextmanager
+def _errors_as_messages(messages: Console, output: Path) -> Iterator[None]:
+    """Ends the command with a message where it is stopped or an argument is wrong."""
+    try:
+        yield
     except KeyboardInterrupt:
         messages.print(f"Stopped. The same command goes on with what is in {output}.")
         raise typer.Exit(code=130) from None
@@ -188,34 +143,98 @@ def train(
         raise usage_error(error) from error
 
 
-class LiveTable:
-    """What a run has logged, as a table."""
+def _reading(template_options: str, skip_bad_lines: bool, messages: Console) -> dict[str, Any]:
+    """How files are read, as `read_documents` and `read_prompts` take it."""
+    return {
+        "template_options": _json_object(template_options),
+        "on_bad_line": "skip" if skip_bad_lines else "raise",
+        "on_skip": lambda wrong: messages.print(Text(f"left out: {wrong}")),
+    }
 
-    def __init__(self) -> None:
-        self._rows: list[dict[str, Any]] = []
-        self._evaluations: list[dict[str, Any]] = []
-        self._progress = 0.0
 
-    def add(self, entry: dict[str, Any], progress: float) -> Table:
-        """Takes an entry of the log, and the share of the run that is done."""
-        (self._evaluations if "held_out" in entry else self._rows).append(entry)
-        self._progress = progress
-        return self.render()
+def _load(
+    target: str, dtype: str, device_map: str | None, accelerator: Accelerator
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target, on the accelerator's device unless a device map says otherwise, and its tokenizer."""
+    from ..demo import demo_folders
+    from .loading import load_target
 
-    def render(self) -> Table:
-        """The last steps, and what was measured on held-out texts: at first, and last."""
-        columns = ("step", "done", "loss", *(f"hit {place}" for place in range(1, SHOWN + 1)))
-        table = Table(*columns, title="training")
-        for entry in self._rows[-5:]:
-            hits = [f"{hit:.2f}" for hit in entry["hit_rates"][:SHOWN]]
-            done = f"{self._progress:.0%}" if entry is self._rows[-1] else ""
-            table.add_row(str(entry["step"]), done, f"{entry['loss']:.3f}", *hits)
-        for held_out in [*self._evaluations[:1], *self._evaluations[1:][-1:]]:
-            figures = held_out["held_out"]["tokens_per_forward"]
-            text = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
-            caption = f"tokens per forward after step {held_out['step']}: {text}"
-            table.caption = caption if table.caption is None else f"{table.caption}\n{caption}"
-        return table
+    is_demo = target == demo_folders()[0]
+    model, tokenizer = load_target(target, "float32" if is_demo and dtype == "auto" else dtype, device_map)
+    if device_map is None:
+        model.to(accelerator.device)
+    return model, tokenizer
+
+
+def _split(prompts: list[list[int]], held_out: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts to measure on, evenly spaced, and the others to learn from."""
+    if len(prompts) <= held_out:
+        raise ValueError(
+            f"`prompts` holds {len(prompts)} prompts, of which `held_out`, {held_out}, are kept to measure on. "
+            "Give more prompts, or keep fewer."
+        )
+    every = len(prompts) // held_out
+    learnt = [prompt for number, prompt in enumerate(prompts) if number % every or number // every >= held_out]
+    return prompts[::every][:held_out], learnt
+
+
+def _answers(
+    model: PreTrainedModel,
+    measured: list[list[int]],
+    learnt: list[list[int]],
+    output: Path,
+    accelerator: Accelerator,
+    messages: Console,
+    writing: dict[str, Any],
+    sampling: dict[str, Any],
+) -> tuple[list[Document], list[Document]]:
+    """The target's answers to both kinds of prompts: greedy ones to measure on, a mix to learn from."""
+    from ..training.self_text import write_answers
+
+    with Live(console=messages, transient=True) as live:
+        writing = {**writing, "on_progress": lambda progress: live.update(_writing(progress))}
+        for _ in range(2):  # the second time for what other processes have written meanwhile
+            evaluated = write_answers(model, measured, output / "held_out", sampled_share=0.0, **writing)
+            answers = write_answers(model, learnt, output / "answers", **sampling, **writing)
+            accelerator.wait_for_everyone()
+    return evaluated, answers
+
+
+def _train(
+    model: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    documents: list[Document],
+    evaluated: list[Document],
+    config: TrainingConfig,
+    length: int,
+    output: Path,
+    accelerator: Accelerator,
+    console: Console,
+    messages: Console,
+) -> None:
+    """Trains the drafter, shows how it goes, and saves it."""
+    from ..training import DrafterTrainer, Evaluator, PackedDocuments, save_drafter
+
+    table = LiveTable()
+    with Live(table.render(), console=messages, transient=True) as live:
+        trainer = DrafterTrainer(
+            model,
+            drafter,
+            PackedDocuments(documents, length, config.seed),
+            config,
+            evaluator=Evaluator(model, evaluated, config.tree_budgets, length),
+            output_dir=output,
+            accelerator=accelerator,
+            on_log=lambda entry: live.update(table.add(entry, trainer.progress)),
+        )
+        if trainer.step and accelerator.is_main_process:
+            messages.print(f"Going on after step {trainer.step}.")
+        trainer.train()
+    if accelerator.is_main_process:
+        save_drafter(drafter, output / "drafter")
+        console.print(table.render())
+        console.print(Text(f"\nThe drafter is in {output / 'drafter'}.\n"), soft_wrap=True)
+    accelerator.wait_for_everyone()
 
 
 def _writing(progress: WritingProgress) -> Text:
