@@ -25,8 +25,9 @@ from .drafters.domino.checkpoint import DOMINO
 from .drafters.dspark.checkpoint import DSPARK
 from .drafters.eagle3.checkpoint import EAGLE3
 from .drafters.gemma4_assistant.checkpoint import GEMMA4_ASSISTANT
+from .drafters.gemma4_dspark.checkpoint import GEMMA4_DSPARK
 from .drafters.kind import DrafterKind
-from .drafters.mtp.checkpoint import MTP, OWN_CHECKPOINT
+from .drafters.mtp.checkpoint import MTP
 from .drafters.native.checkpoint import NATIVE
 from .drafters.native.view import view_native
 from .drafters.speculators.layout import refuse_other_types
@@ -46,6 +47,7 @@ def _make_native_generator(
 GENERATORS: Mapping[DrafterKind, Callable[[Any, PreTrainedModel, DDTreeConfig, Any], TreeCandidateGenerator]] = {
     MTP: MTPTreeCandidateGenerator,
     NATIVE: _make_native_generator,
+    GEMMA4_DSPARK: SequentialHeadTreeCandidateGenerator,
     DSPARK: SequentialHeadTreeCandidateGenerator,
     DOMINO: SequentialHeadTreeCandidateGenerator,
     DFLASH2: DFlash2TreeCandidateGenerator,
@@ -55,11 +57,6 @@ GENERATORS: Mapping[DrafterKind, Callable[[Any, PreTrainedModel, DDTreeConfig, A
     CAUSAL_LM: CausalLMTreeCandidateGenerator,
 }
 DRAFTER_KINDS = tuple(GENERATORS)
-
-# Drafters that are known and not supported, by their class, and why.
-UNSUPPORTED = {
-    "Gemma4DSparkModel": "its layers are Gemma 4's, and only DSpark drafters with Qwen3's layers are read",
-}
 
 
 def load_drafter(
@@ -134,9 +131,7 @@ def is_drafter_alone(raw_config: dict[str, Any]) -> bool:
     """Whether a checkpoint with this `config.json` is a drafter and can be nothing else, such as a target."""
     checkpoint = Checkpoint("", raw_config=raw_config)
     kinds = [kind for kind in DRAFTER_KINDS if kind.is_never_a_target]
-    if checkpoint.speculators_type is not None or not UNSUPPORTED.keys().isdisjoint(checkpoint.architectures):
-        return True
-    return any(kind.recognises(checkpoint, None) for kind in kinds)
+    return checkpoint.speculators_type is not None or any(kind.recognises(checkpoint, None) for kind in kinds)
 
 
 def make_candidate_generator(
@@ -164,7 +159,6 @@ def drafter_kind(assistant_model: Any) -> DrafterKind:
     Raises:
         ValueError: If it is of none.
     """
-    _refuse_unsupported(type(assistant_model).__name__)
     for kind in DRAFTER_KINDS:
         if kind.matches(assistant_model):
             return kind
@@ -175,22 +169,12 @@ def drafter_kind(assistant_model: Any) -> DrafterKind:
     )
 
 
-def _refuse_unsupported(*classes: str) -> None:
-    for name in UNSUPPORTED.keys() & set(classes):
-        raise ValueError(
-            f"The drafter is a {name}, which is not supported: {UNSUPPORTED[name]}. Use another drafter for the same "
-            "target, `tree_lookup=True`, or the drafter without `generation_strategy` if Transformers supports it."
-        )
-
-
 def _kind_of_checkpoint(checkpoint: Checkpoint, target_model: PreTrainedModel | None) -> DrafterKind:
     """What kind of drafter a checkpoint holds.
 
     Raises:
         ValueError: If it is of none that is known.
     """
-    if checkpoint.path != OWN_CHECKPOINT:
-        _refuse_unsupported(*checkpoint.architectures)
     for kind in DRAFTER_KINDS:
         if kind.recognises(checkpoint, target_model):
             return kind

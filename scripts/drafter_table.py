@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hf_ddtree.drafter_kinds import DRAFTER_KINDS, UNSUPPORTED
+from hf_ddtree.drafter_kinds import DRAFTER_KINDS
 from hf_ddtree.drafters.speculators.layout import UNSUPPORTED_TYPES
 
 PAGE = Path(__file__).parents[1] / "docs" / "drafters.md"
@@ -21,8 +21,6 @@ def table() -> str:
             rows.append((kind.name, publisher, recognised_by, needs, kind.tree, f"`{parity}`"))
     for name, reason in UNSUPPORTED_TYPES.items():
         rows.append((name, "speculators", f"`speculators_model_type` `{name}`", f"refused: {reason}", "", ""))
-    for name, reason in UNSUPPORTED.items():
-        rows.append((name, "Transformers, DeepSpec", f"`architectures` with `{name}`", f"refused: {reason}", "", ""))
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 

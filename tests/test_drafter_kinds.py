@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.families import make_model
 from helpers.heads import zlab_config
 
 import hf_ddtree
-from hf_ddtree.drafter_kinds import DRAFTER_KINDS, UNSUPPORTED, checkpoint_kind
+from hf_ddtree.drafter_kinds import DRAFTER_KINDS, checkpoint_kind
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,6 +42,7 @@ def test_every_format_is_compared(parity: str) -> None:
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark"}}, "DSpark"),
         ({"architectures": ["DSparkDraftModel"]}, "DSpark"),
         ({"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3"}, "DSpark"),
+        ({"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"}, "DSpark for Gemma 4"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 9, "model_type": "llama"}, "EAGLE-3"),
         ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 9, "model_type": "llama"}, "EAGLE-3"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "causal language model"),
@@ -61,20 +61,6 @@ def test_every_format_is_compared(parity: str) -> None:
 def test_which_kind(config: dict, kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert checkpoint_kind(tmp_path).name == kind
-
-
-@pytest.mark.parametrize("architecture", UNSUPPORTED)
-def test_drafters_that_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
-    target = make_model("gemma4", "eager")
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": "gemma4"}))
-    with pytest.raises(ValueError, match=f"is a {architecture}, which is not supported: it"):
-        hf_ddtree.load_drafter(tmp_path, target_model=target)
-    report = hf_ddtree.check(target, tmp_path)
-    assert report.drafter_fits is False and architecture in str(report.drafter_reason)
-    assert str(hf_ddtree.check(tmp_path).reason).startswith("It is a drafter.")
-    loaded = type(architecture, (torch.nn.Module,), {})()
-    with pytest.raises(ValueError, match=f"is a {architecture}, which is not supported: it"):
-        target.generate(torch.arange(1, 5)[None], assistant_model=loaded, generation_strategy="ddtree")
 
 
 def test_the_report_names_the_kind_and_what_is_not_known(tmp_path: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
-import math
-from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from helpers.dspark import HEADS, RANK, SETTINGS, Tensors, head_shapes, plain_tree, sharpen
 from helpers.families import make_model
 from helpers.generator_grid import GRID, check_case
 from helpers.heads import MASK, backbone_shapes, random_tensors, write_checkpoint, zlab_config
@@ -25,7 +23,6 @@ from helpers.speculators_reference import (
     make_target,
     reference_block,
 )
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3Config
 
@@ -33,21 +30,12 @@ from hf_ddtree import DDTreeConfig, DraftContext, load_drafter
 from hf_ddtree.candidate_generators.sequential_head import SequentialHeadTreeCandidateGenerator
 from hf_ddtree.drafters import DFlashContextCache, DSparkConfig, DSparkDraftModel
 
-HEADS = ("vanilla", "gated", "rnn")
 LAYOUTS = ("deepspec", "specforge")
-RANK = 8
-Tensors = dict[str, Tensor]
 
 
 def write(folder: Path, target: PreTrainedModel, layout: str, head: str, **settings: Any) -> Tensors:
     """Writes a drafter with random weights, and returns these."""
-    own = {
-        "markov_rank": RANK,
-        "markov_head_type": head,
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-        **settings,
-    }
+    own = SETTINGS | {"markov_head_type": head, **settings}
     if layout == "deepspec":
         last = target.config.get_text_config().num_hidden_layers - 1
         beside = own | {"mask_token_id": MASK, "target_layer_ids": [0, last], "num_anchors": 64}
@@ -60,74 +48,10 @@ def write(folder: Path, target: PreTrainedModel, layout: str, head: str, **setti
     shapes = backbone_shapes(config)
     if layout == "deepspec":
         shapes |= {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
-    seen = hidden
-    if own["markov_rank"]:
-        shapes |= {"markov_head.markov_w1.weight": (vocab, RANK), "markov_head.markov_w2.weight": (vocab, RANK)}
-        seen += RANK if own["confidence_head_with_markov"] else 0
-        if head == "gated":
-            shapes |= {"markov_head.gate_proj.weight": (RANK, hidden + RANK), "markov_head.gate_proj.bias": (RANK,)}
-        elif head == "rnn":
-            joint = "markov_head.joint_proj"
-            shapes |= {f"{joint}.weight": (3 * RANK, 2 * RANK + hidden), f"{joint}.bias": (3 * RANK,)}
-    if own["enable_confidence_head"]:
-        shapes |= {"confidence_head.proj.weight": (1, seen), "confidence_head.proj.bias": (1,)}
-    tensors = random_tensors(shapes)
-    if own["markov_rank"]:
-        # What follows a token is rather sure, so that trees are deep.
-        tensors["markov_head.markov_w2.weight"] *= 12
-    if own["enable_confidence_head"]:
-        tensors["confidence_head.proj.bias"] += 2
+    tensors = random_tensors(shapes | head_shapes(own, hidden, vocab))
+    sharpen(tensors)
     write_checkpoint(folder, config, tensors)
     return tensors
-
-
-def plain_step(tensors: Tensors, head: str, hidden: Tensor, token: int, state: Tensor) -> tuple[Tensor, Tensor, float]:
-    """One step of the heads by their equations: the bias, the next state and the confidence."""
-    embedded = tensors["markov_head.markov_w1.weight"][token]
-    w2 = tensors["markov_head.markov_w2.weight"]
-    features = torch.cat((hidden, embedded))
-    confidence = torch.sigmoid(
-        tensors["confidence_head.proj.weight"][0] @ features + tensors["confidence_head.proj.bias"][0]
-    ).item()
-    if head == "vanilla":
-        return w2 @ embedded, state, confidence
-    if head == "gated":
-        weight, bias = tensors["markov_head.gate_proj.weight"], tensors["markov_head.gate_proj.bias"]
-        return w2 @ (torch.sigmoid(weight @ features + bias) * embedded), state, confidence
-    joint = tensors["markov_head.joint_proj.weight"] @ torch.cat((state, embedded, hidden))
-    gate, candidate, output = (joint + tensors["markov_head.joint_proj.bias"]).split(RANK)
-    gate = torch.sigmoid(gate)
-    return w2 @ torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate), confidence
-
-
-@torch.no_grad()
-def plain_tree(
-    tensors: Tensors, head: str, hidden: Tensor, logits: Tensor, root: int, budget: int
-) -> dict[tuple[int, ...], float]:
-    """The most probable prefixes under the heads' distributions, scaled by confidence, with log-probabilities."""
-    order = count()
-
-    def children(prefix: tuple[int, ...], log_prob: float, state: Tensor) -> list[tuple[Any, ...]]:
-        depth = len(prefix)
-        if depth == len(hidden):
-            return []
-        bias, state, confidence = plain_step(tensors, head, hidden[depth], ([root, *prefix])[-1], state)
-        probs = (logits[depth] + bias).softmax(-1)
-        share = min(1.0, confidence / (probs**2).sum().item())
-        return [
-            (-(log_prob + math.log(share * p)), next(order), (*prefix, token), state)
-            for token, p in enumerate(probs.tolist())
-        ]
-
-    heap = children((), 0.0, torch.zeros(RANK))
-    heapq.heapify(heap)
-    found: dict[tuple[int, ...], float] = {}
-    while len(found) < budget:
-        cost, _, prefix, state = heapq.heappop(heap)
-        found[prefix] = -cost
-        for child in children(prefix, -cost, state):
-            heapq.heappush(heap, child)
-    return found
 
 
 # --- decoding ------------------------------------------------------------------------------------------------------

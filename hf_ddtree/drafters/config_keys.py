@@ -61,6 +61,37 @@ def refuse_unknown_keys(
         )
 
 
+def refuse_other_values(
+    checkpoint: Checkpoint, given: Mapping[str, Any], allowed: Mapping[str, Collection[Any]]
+) -> None:
+    """Raises `ValueError` if a key has another value than those that mean what is computed."""
+    for key, values in allowed.items():
+        if key in given and given[key] not in values:
+            raise ValueError(
+                f"The checkpoint {checkpoint.name!r} has a config.json with {key!r} {given[key]!r}, which is not "
+                f"supported; it may be {' or '.join(map(repr, values))}. Use another drafter."
+            )
+
+
+def require_keys(
+    checkpoint: Checkpoint, kind: str, given: Collection[str], required: Collection[str], where: str = "config.json"
+) -> None:
+    """Raises `ValueError` if a setting is missing.
+
+    Args:
+        checkpoint: The checkpoint.
+        kind: What to call the drafter.
+        given: The keys that are there.
+        required: Those that must be.
+        where: What to call that part of the config.
+    """
+    if missing := [key for key in required if key not in given]:
+        raise ValueError(
+            f"The checkpoint {checkpoint.name!r} is a {kind} drafter, but its {where} has no {missing}. Download it "
+            "again, or set them to what it was trained with."
+        )
+
+
 def require_target_width(checkpoint: Checkpoint, hidden_size: int | None, target_hidden_size: int | None) -> None:
     """Raises `ValueError` if the drafter says that its target is of another width than itself."""
     if target_hidden_size not in (None, hidden_size):

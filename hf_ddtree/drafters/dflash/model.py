@@ -62,7 +62,7 @@ def _block_mask(
     return visible[:, None]
 
 
-def _rotate(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of `(batch, heads, length, head_dim)`; `cos` and `sin` are `(batch, 1, length, head_dim)`."""
     first, second = hidden.chunk(2, dim=-1)
     return hidden * cos + torch.cat((-second, first), dim=-1) * sin
@@ -108,7 +108,7 @@ class DFlashAttention(nn.Module):
         num_context = source.shape[1] - length
         cos, sin = rotary
         query = self.q_norm(self._split_heads(self.q_proj(block))).transpose(1, 2)
-        query = _rotate(query, cos[:, :, num_context:], sin[:, :, num_context:])
+        query = rotate(query, cos[:, :, num_context:], sin[:, :, num_context:])
         key, value = self._keys_and_values(source, cos, sin)
 
         reach = self._reach() if context_mask is None else None
@@ -144,7 +144,7 @@ class DFlashAttention(nn.Module):
     def _keys_and_values(self, source: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Each `(batch, heads, length, head_dim)`, of `source (batch, length, hidden_size)`."""
         key = self.k_norm(self._split_heads(self.k_proj(source))).transpose(1, 2)
-        return _rotate(key, cos, sin), self._split_heads(self.v_proj(source)).transpose(1, 2)
+        return rotate(key, cos, sin), self._split_heads(self.v_proj(source)).transpose(1, 2)
 
     def _reach(self) -> int | None:
         """How many of the last context tokens a block sees, at most; None if all."""
@@ -157,9 +157,11 @@ class DFlashAttention(nn.Module):
 class DFlashLayer(nn.Module):
     """Attention and a gated MLP, each on normalised input and added to it."""
 
+    attention_class: type[DFlashAttention] = DFlashAttention
+
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
-        self.self_attn = DFlashAttention(config, layer_idx)
+        self.self_attn = self.attention_class(config, layer_idx)
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

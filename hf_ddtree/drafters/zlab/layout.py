@@ -12,7 +12,7 @@ from typing import Any
 from transformers import Qwen3Config
 
 from ..checkpoint import Checkpoint
-from ..config_keys import fields_of, refuse_unknown_keys, require_target_width
+from ..config_keys import fields_of, refuse_other_values, refuse_unknown_keys, require_keys, require_target_width
 
 # The settings of every drafter in this layout.
 SETTINGS = (
@@ -60,15 +60,11 @@ def read_zlab_settings(
     """
     sources = checkpoint.raw_config, nested_settings(checkpoint)
     given = {key: value for source in sources for key, value in source.items() if value is not None}
-    if missing := [key for key in required if key not in given]:
-        raise ValueError(
-            f"The checkpoint {checkpoint.name!r} is a {kind} drafter, but its config.json has no {missing}. Download "
-            "it again, or set them, in `dflash_config` or beside it, to what it was trained with."
-        )
+    require_keys(checkpoint, kind, given, required)
     layer_settings = fields_of(Qwen3Config)
     own = (*SETTINGS, "num_target_layers", *required, *optional)
     refuse_unknown_keys(checkpoint, given, layer_settings.union(own, CAUSAL, ONLY, _LAYOUT))
-    _refuse_other_values(checkpoint, given)
+    refuse_other_values(checkpoint, given, ONLY)
     require_target_width(checkpoint, given.get("hidden_size"), given.get("target_hidden_size"))
     causal = {key: bool(given[key]) for key in CAUSAL if key in given}
     if len(set(causal.values())) > 1:
@@ -81,12 +77,3 @@ def read_zlab_settings(
     }
     settings |= {key: given[key] for key in own if key in given}
     return settings | ({"is_causal": any(causal.values())} if causal else {})
-
-
-def _refuse_other_values(checkpoint: Checkpoint, given: dict[str, Any]) -> None:
-    for key, allowed in ONLY.items():
-        if key in given and given[key] not in allowed:
-            raise ValueError(
-                f"The checkpoint {checkpoint.name!r} has a config.json with {key!r} {given[key]!r}, which is not "
-                f"supported; it may be {' or '.join(map(repr, allowed))}. Use another drafter."
-            )

@@ -15,6 +15,8 @@ from ..dflash2 import DFlash2Config
 from ..domino import DominoConfig
 from ..dspark import DSparkConfig
 
+# The drafters that the layout has.
+CONFIGS = (DFlashConfig, DFlash2Config, DSparkConfig, DominoConfig)
 # What the layout has no key for, and the one value that is meant without one.
 WITHOUT_KEY = {"window_from_root": False, "draft_vocab_size": None}
 # Settings of the drafter's layers.
@@ -63,6 +65,11 @@ def published_config(config: DFlashConfig, dtype: torch.dtype = torch.bfloat16) 
     Raises:
         ValueError: If the layout cannot say something of the drafter.
     """
+    if type(config) not in CONFIGS:
+        raise ValueError(
+            f"The drafter has a `{type(config).__name__}`, which z-lab's layout has no keys for. Save it with "
+            "`save_pretrained`, which `load_drafter` reads as well."
+        )
     for name, meant in WITHOUT_KEY.items():
         if getattr(config, name) != meant:
             raise ValueError(
