@@ -100,15 +100,8 @@ class DDTreeDecoding:
     ) -> DDTreeOutput | Tensor:
         """Decodes from the inputs that `generate()` prepared."""
         try:
-            GenerateArguments.prepared(model, generation_config).check(bool(self.config.tree_lookup))
-            check_mode(generation_config, logits_processor)
-            check_processes(model, generation_config, self.synced_gpus)
-            check_target(model)
-            check_no_noise(model)
-            check_rotary_limit(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
-            drafter = self._drafter_for(model)
-            generator = self._make_generator(model, drafter)
-            policy = policy_for(self.config.tree_budget, model, drafter, generator)
+            self._check_call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            generator, policy = self._drafting_for(model)
             prepare_cache(model, input_ids, generation_config, model_kwargs, policy)
         except UnsupportedError as error:
             standard = standard_decoding(model, generation_config) if self.falls_back else None
@@ -135,25 +128,33 @@ class DDTreeDecoding:
         decoder.decode(generation_config, model_kwargs)
         batch.end_stream()
         logger.info(stats.summary())
-        first = batch.first
-        sequences = batch.token_ids(first.pad_token, pad_left=False).clone()
         if not generation_config.return_dict_in_generate:
-            return sequences
-        return DDTreeOutput(
-            sequences=sequences,
-            scores=None if first.scores is None else tuple(first.scores),
-            logits=None if first.logits is None else tuple(first.logits),
-            hidden_states=None if first.hidden_states is None else tuple(first.hidden_states),
-            attentions=None if first.attentions is None else tuple(first.attentions),
-            ddtree_stats=stats,
-            draft_state=generator.state,
-            **{CACHE_KEY: cache_of(model_kwargs)},
-        )
+            return batch.sequences()
+        cache = {CACHE_KEY: cache_of(model_kwargs)}
+        return DDTreeOutput(**batch.details(), ddtree_stats=stats, draft_state=generator.state, **cache)
 
-    def _drafter_for(self, model: PreTrainedModel) -> PreTrainedModel | None:
-        if self.config.drafter is None:
-            return self.assistant_model
-        return shared_drafter(self.config.drafter, model)
+    def _check_call(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        """Refuses a target and a prepared call that cannot be exact."""
+        GenerateArguments.prepared(model, generation_config).check(bool(self.config.tree_lookup))
+        check_mode(generation_config, logits_processor)
+        check_processes(model, generation_config, self.synced_gpus)
+        check_target(model)
+        check_no_noise(model)
+        check_rotary_limit(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
+
+    def _drafting_for(self, model: PreTrainedModel) -> tuple[TreeCandidateGenerator, BudgetPolicy]:
+        """What proposes trees for a target, and what decides on their size."""
+        drafter = self.assistant_model if self.config.drafter is None else shared_drafter(self.config.drafter, model)
+        generator = self._make_generator(model, drafter)
+        return generator, policy_for(self.config.tree_budget, model, drafter, generator)
 
     def _make_generator(self, model: PreTrainedModel, drafter: PreTrainedModel | None) -> TreeCandidateGenerator:
         generator = self.candidate_generator
@@ -205,22 +206,42 @@ def ddtree(
         TypeError: If the generator is not a `TreeCandidateGenerator`, `draft_state` is given where there is no drafter
             to use it, or a keyword argument is not a knob.
     """
-    config = DDTreeConfig.from_knobs("ddtree", **knobs)
-    if config.drafter == LOOKUP:
-        if knobs.get("tree_lookup") is False:
+    config = _config_of(knobs)
+    proposers = {
+        "assistant_model": assistant_model,
+        "candidate_generator": candidate_generator,
+        "drafter": config.drafter,
+    }
+    _check_proposers([name for name, value in proposers.items() if value is not None], config)
+    if candidate_generator is not None:
+        _check_type("candidate_generator", candidate_generator, TreeCandidateGenerator)
+    if draft_memory is not None:
+        _check_type("draft_memory", draft_memory, DraftMemory)
+        if not config.tree_lookup and config.drafter is None and assistant_model is None:
             raise ValueError(
-                '`drafter="lookup"` and `tree_lookup=False` contradict each other. Leave one of them out.'
+                "`draft_memory` is given, but nothing is drafted from it. Set `tree_lookup=True`, or leave it out."
             )
-        config = replace(config, drafter=None, tree_lookup=config.tree_lookup or True)
-    given = [
-        name
-        for name, value in (
-            ("assistant_model", assistant_model),
-            ("candidate_generator", candidate_generator),
-            ("drafter", config.drafter),
-        )
-        if value is not None
-    ]
+    if assistant_model is not None:
+        assistant_model = unwrapped(assistant_model, "assistant_model")
+        drafter_kind(assistant_model)
+    elif draft_state is not None and config.drafter is None:
+        _check_keeps_state(candidate_generator, draft_state)
+    return DDTreeDecoding(
+        config, assistant_model, candidate_generator, draft_state, draft_memory, streamer, synced_gpus
+    )
+
+
+def _config_of(knobs: dict[str, Any]) -> DDTreeConfig:
+    config = DDTreeConfig.from_knobs("ddtree", **knobs)
+    if config.drafter != LOOKUP:
+        return config
+    if knobs.get("tree_lookup") is False:
+        raise ValueError('`drafter="lookup"` and `tree_lookup=False` contradict each other. Leave one of them out.')
+    return replace(config, drafter=None, tree_lookup=config.tree_lookup or True)
+
+
+def _check_proposers(given: list[str], config: DDTreeConfig) -> None:
+    """Refuses none and more than one of the arguments that say who proposes trees."""
     if not given and not config.tree_lookup:
         raise UnsupportedError(
             "Tree decoding needs a drafter, but neither `assistant_model` nor `candidate_generator` nor `drafter` is "
@@ -232,35 +253,22 @@ def ddtree(
             f"{'Both' if len(given) == 2 else 'All of'} {' and '.join(f'`{name}`' for name in given)} are given, but "
             "only one can draft. Pass one."
         )
-    if candidate_generator is not None and not isinstance(candidate_generator, TreeCandidateGenerator):
+
+
+def _check_type(name: str, value: Any, expected: type) -> None:
+    if not isinstance(value, expected):
         raise TypeError(
-            "`candidate_generator` must be an instance of `hf_ddtree.TreeCandidateGenerator`, but is "
-            f"{describe_type(candidate_generator)}."
+            f"`{name}` must be an instance of `hf_ddtree.{expected.__name__}`, but is {describe_type(value)}."
         )
-    if draft_memory is not None and not isinstance(draft_memory, DraftMemory):
-        raise TypeError(
-            f"`draft_memory` must be an instance of `hf_ddtree.DraftMemory`, but is {describe_type(draft_memory)}."
-        )
-    if draft_memory is not None and not config.tree_lookup and config.drafter is None and assistant_model is None:
-        raise ValueError(
-            "`draft_memory` is given, but nothing is drafted from it. Set `tree_lookup=True`, or leave it out."
-        )
-    if assistant_model is not None:
-        assistant_model = unwrapped(assistant_model, "assistant_model")
-        drafter_kind(assistant_model)
-    elif (
-        config.drafter is None
-        and draft_state is not None
-        and draft_state is not getattr(candidate_generator, "state", None)
-    ):
+
+
+def _check_keeps_state(candidate_generator: TreeCandidateGenerator | None, draft_state: Any) -> None:
+    if draft_state is not getattr(candidate_generator, "state", None):
         keeper = "a lookup" if candidate_generator is None else "this `candidate_generator`"
         raise TypeError(
             f"`draft_state` is {describe_type(draft_state)}, but {keeper} has no state that could be passed on to it. "
             "Leave it out, or pass the drafter that it comes from as `assistant_model`."
         )
-    return DDTreeDecoding(
-        config, assistant_model, candidate_generator, draft_state, draft_memory, streamer, synced_gpus
-    )
 
 
 def warn_of_standard_decoding(error: UnsupportedError) -> None:

@@ -12,11 +12,11 @@ from ..tree.tree_batch import TreeBatch
 from . import fused
 
 
-def ancestor_windows(trees: TreeBatch, kernel_size: int, num_cached: int) -> Tensor:
+def ancestor_windows(tree_batch: TreeBatch, kernel_size: int, num_cached: int) -> Tensor:
     """For each node, where the inputs of its convolution stand: its nearest ancestors, continued into the cache.
 
     Args:
-        trees: The round's trees.
+        tree_batch: The round's trees.
         kernel_size: Width of the convolution.
         num_cached: Number of cached inputs in front of the nodes', at least `kernel_size - 1`.
 
@@ -24,10 +24,10 @@ def ancestor_windows(trees: TreeBatch, kernel_size: int, num_cached: int) -> Ten
         `(batch, n, kernel_size)` int64 indices into the cached inputs followed by the nodes', oldest first.
     """
     # The ancestor of a node at depth d is the only one of its ancestors at that depth.
-    offsets = torch.arange(1 - kernel_size, 1, device=trees.depths.device)
-    wanted_depth = trees.depths[..., None] + offsets
-    at_depth = trees.depths[:, None, None, :] == wanted_depth[..., None]
-    node = (at_depth & trees.ancestor_mask[:, :, None, :]).int().argmax(dim=-1)
+    offsets = torch.arange(1 - kernel_size, 1, device=tree_batch.depths.device)
+    wanted_depth = tree_batch.depths[..., None] + offsets
+    at_depth = tree_batch.depths[:, None, None, :] == wanted_depth[..., None]
+    node = (at_depth & tree_batch.ancestor_mask[:, :, None, :]).int().argmax(dim=-1)
     return num_cached + torch.where(wanted_depth >= 0, node, wanted_depth)
 
 

@@ -113,7 +113,7 @@ def _causal_conv(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    num_cached = hidden_states.shape[-1] - tree_pass.trees.num_nodes
+    num_cached = hidden_states.shape[-1] - tree_pass.tree_batch.num_nodes
     windows = tree_pass.windows(weight.shape[-1], num_cached, hidden_states.device)
     tree_pass.conv_inputs.append(hidden_states)
     return tree_causal_conv(hidden_states, weight, windows, bias, tree_pass.activation(activation))

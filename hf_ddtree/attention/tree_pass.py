@@ -20,13 +20,13 @@ class TreePass:
     """One forward of a tree: what the stateful layers need, and what they leave for the commit.
 
     Args:
-        trees: The round's trees.
+        tree_batch: The round's trees.
         num_before: `(batch,)`, for each row the entries in the cache in front of its root.
         open_masks: Those of the masks that the model is given under which every node sees all cached keys.
         wants_weights: Whether the weights of attention are asked for.
 
     Attributes:
-        trees: The round's trees.
+        tree_batch: The round's trees.
         num_before: As given.
         wants_weights: As given.
         masks: The masks as tree attention takes them.
@@ -38,15 +38,15 @@ class TreePass:
 
     def __init__(
         self,
-        trees: TreeBatch,
+        tree_batch: TreeBatch,
         num_before: list[int] | Tensor,
         open_masks: Sequence[Tensor] = (),
         wants_weights: bool = False,
     ) -> None:
-        self.trees = trees
+        self.tree_batch = tree_batch
         self.num_before = num_before
         self.wants_weights = wants_weights
-        self.masks = PackedMasks(trees.num_nodes, open_masks)
+        self.masks = PackedMasks(tree_batch.num_nodes, open_masks)
         self.num_attended = 0
         self.path_factors: list[PathFactors] = []
         self.conv_inputs: list[Tensor] = []
@@ -59,13 +59,13 @@ class TreePass:
         """`ancestor_windows`, made once for all layers that are alike."""
         key = kernel_size, num_cached, device
         if key not in self._windows:
-            self._windows[key] = ancestor_windows(self.trees, kernel_size, num_cached).to(device)
+            self._windows[key] = ancestor_windows(self.tree_batch, kernel_size, num_cached).to(device)
         return self._windows[key]
 
     def paths(self, device: torch.device) -> TreePaths:
         """The trees' paths on a layer's device, made once for all layers there."""
         if device not in self._paths:
-            self._paths[device] = TreePaths.of(self.trees.ancestor_mask.to(device))
+            self._paths[device] = TreePaths.of(self.tree_batch.ancestor_mask.to(device))
         return self._paths[device]
 
     def activation(self, name: str | None) -> nn.Module | None:
@@ -78,6 +78,6 @@ class TreePass:
         """`scale_correction`, made once for all layers that are alike."""
         key = attn_scale, floor_scale
         if key not in self._scale_corrections:
-            num_before = on_device(self.num_before, self.trees.depths.device)[:, None]
-            self._scale_corrections[key] = scale_correction(num_before, self.trees.depths, *key)
+            num_before = on_device(self.num_before, self.tree_batch.depths.device)[:, None]
+            self._scale_corrections[key] = scale_correction(num_before, self.tree_batch.depths, *key)
         return self._scale_corrections[key]

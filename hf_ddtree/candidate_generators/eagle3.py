@@ -59,11 +59,11 @@ class Eagle3TreeCandidateGenerator(MTPTreeCandidateGenerator):
         return DynamicCache()
 
     def _run_layer(
-        self, layer: int, batch: TreeBatch, rows: CommittedRows, hidden_states: Tensor, cache: DynamicCache
+        self, layer: int, tree_batch: TreeBatch, rows: CommittedRows, hidden_states: Tensor, cache: DynamicCache
     ) -> Tensor:
-        mask = tree_attention_mask(batch, rows.num_cached, rows.mask())
-        embeddings = self.drafter.embed(batch.token_ids, self._embeddings)
-        return self.drafter(embeddings, hidden_states, rows.root_positions() + batch.depths, mask, cache)
+        mask = tree_attention_mask(tree_batch, rows.num_cached, rows.mask())
+        embeddings = self.drafter.embed(tree_batch.token_ids, self._embeddings)
+        return self.drafter(embeddings, hidden_states, rows.root_position_ids() + tree_batch.depths, mask, cache)
 
     def _candidates(self, hidden_states: Tensor, width: int) -> tuple[Tensor, Tensor]:
         log_probs, token_ids = top_candidates(self.drafter.compute_logits(hidden_states), width)

@@ -123,7 +123,7 @@ class Gemma4AssistantTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             keys_and_values[kind] = tuple(entry.to(self._device, self.drafter.dtype) for entry in entries)
             mask = seen[:, None, None].to(self._device)
             masks[kind] = to_additive(mask, self.drafter.dtype) if self._is_eager else mask
-        position_ids = target_cache.rows.root_positions().to(self._device)
+        position_ids = target_cache.rows.root_position_ids().to(self._device)
         return {"shared_kv_states": keys_and_values, "attention_mask": masks, "position_ids": position_ids}
 
     def _run(self, tokens: Tensor, states: Tensor, position_ids: Tensor, **attended: Any) -> Tensor:

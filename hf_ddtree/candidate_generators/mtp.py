@@ -266,11 +266,11 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             Per row the outputs, `(n, hidden_size)`.
         """
         stream, rows = self.state.streams[layer], self.state.streams[layer].rows
-        batch = TreeBatch.from_trees(trees, self._device)
+        tree_batch = TreeBatch.from_trees(trees, self._device)
         padded = nn.utils.rnn.pad_sequence(hidden_states, batch_first=True)
-        outputs = self._run_layer(layer, batch, rows, padded, stream.cache)
+        outputs = self._run_layer(layer, tree_batch, rows, padded, stream.cache)
         preallocate(stream.cache)
-        commit(stream.cache, TreePass(batch, rows.lengths), [list(range(count)) for count in counts], rows)
+        commit(stream.cache, TreePass(tree_batch, rows.lengths), [list(range(count)) for count in counts], rows)
         self.num_forwards += 1
         return [states[: len(tree)] for states, tree in zip(outputs, trees)]
 
@@ -279,17 +279,17 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         return _OneLayerCache()
 
     def _run_layer(
-        self, layer: int, batch: TreeBatch, rows: CommittedRows, hidden_states: Tensor, cache: DynamicCache
+        self, layer: int, tree_batch: TreeBatch, rows: CommittedRows, hidden_states: Tensor, cache: DynamicCache
     ) -> Tensor:
-        """The outputs of a layer at the nodes of `batch`, `(batch, n, hidden_size)`."""
-        position_ids = rows.root_positions() + batch.depths
-        embeddings = embedding_rows(self._embeddings, batch.token_ids).to(self._device, self.drafter.dtype)
+        """The outputs of a layer at the nodes of `tree_batch`, `(batch, n, hidden_size)`."""
+        position_ids = rows.root_position_ids() + tree_batch.depths
+        embeddings = embedding_rows(self._embeddings, tree_batch.token_ids).to(self._device, self.drafter.dtype)
         return self.drafter(
             layer,
             inputs_embeds=embeddings,
             previous_hidden_state=hidden_states,
             position_embeddings=self._rotary(layer, embeddings, position_ids),
-            attention_mask=self._mask(layer, batch, rows),
+            attention_mask=self._mask(layer, tree_batch, rows),
             position_ids=position_ids,
             **{CACHE_KEY: cache},
         )
@@ -298,12 +298,12 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         """The most probable tokens after outputs `(nodes, hidden_size)`, as `top_candidates` gives them."""
         return top_candidates(head_logits(self._head, hidden_states)[..., : self._vocab_size], width)
 
-    def _mask(self, layer: int, batch: TreeBatch, rows: CommittedRows) -> Tensor:
+    def _mask(self, layer: int, tree_batch: TreeBatch, rows: CommittedRows) -> Tensor:
         config = self.drafter.config
         layer_types = getattr(config, "layer_types", None)
         kind = "full_attention" if layer_types is None else layer_types[layer]
         window = config.sliding_window if kind == "sliding_attention" else None
-        mask = tree_attention_mask(batch, rows.num_cached, rows.mask(), window, window and rows.before_root())
+        mask = tree_attention_mask(tree_batch, rows.num_cached, rows.mask(), window, window and rows.before_root())
         return to_additive(mask, self.drafter.dtype) if attention_implementation(config) == "eager" else mask
 
     def _rotary(self, layer: int, embeddings: Tensor, position_ids: Tensor) -> Any:

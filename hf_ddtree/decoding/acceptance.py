@@ -19,7 +19,7 @@ from .choosing import Chooser
 from .sequences import LockstepRows
 
 
-def accept(
+def accept_in_lockstep(
     trees: Sequence[DraftTree], logits: Tensor, chooser: Chooser, sequences: LockstepRows, paths: Sequence[list[int]]
 ) -> None:
     """Walks from the roots for as long as every row's tree holds what is emitted, and emits every choice.

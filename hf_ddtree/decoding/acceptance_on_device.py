@@ -27,9 +27,9 @@ class ChoicesOnDevice:
     Args:
         chooser: Chooses after every node at once (`chooses_per_node`).
         logits: `(batch, n, vocab)`, what the target predicts after each node.
-        trees: The round's trees; None if nothing is drafted, and `n` is 1.
+        tree_batch: The round's trees; None if nothing is drafted, and `n` is 1.
         depth: Depth of the deepest node.
-        padding: Finished rows, and the token that pads them.
+        pad_tokens: Finished rows, and the token that pads them.
 
     Attributes:
         has_nan: Whether some node's logits are NaN.
@@ -39,27 +39,27 @@ class ChoicesOnDevice:
     """
 
     def __init__(
-        self, chooser: Chooser, logits: Tensor, trees: TreeBatch | None, depth: int, padding: Mapping[int, int]
+        self, chooser: Chooser, logits: Tensor, tree_batch: TreeBatch | None, depth: int, pad_tokens: Mapping[int, int]
     ) -> None:
         self._logits = logits
         self._scores = chooser.scores_at_all_nodes(logits)
         self._random_states: list[Tensor] = []
         scores = logits if self._scores is None else self._scores
         if chooser.do_sample:
-            depths = None if trees is None else trees.depths.to(logits.device)
+            depths = None if tree_batch is None else tree_batch.depths.to(logits.device)
             chosen = self._draw(scores.float().softmax(dim=-1), depths, depth)
         else:
             chosen = scores.argmax(dim=-1)
-        for row, token in padding.items():
+        for row, token in pad_tokens.items():
             chosen[row] = token
         chosen = chooser.agree(chosen)
-        if trees is not None:
-            chosen = torch.where(_accepted(chosen, trees), chosen, -1)
+        if tree_batch is not None:
+            chosen = torch.where(_accepted_nodes(chosen, tree_batch), chosen, -1)
         # One node's logit tells: NaN in a hidden state spreads to all logits.
         has_nan = logits[..., 0].isnan().any()
         *tokens, nan = torch.cat((chosen.flatten(), has_nan[None])).tolist()
         self.has_nan = bool(nan)
-        if self.has_nan and trees is None and chooser.do_sample:
+        if self.has_nan and tree_batch is None and chooser.do_sample:
             raise RuntimeError(
                 "The target's logits are NaN, so no token can be drawn. Look for infinities in its weights or inputs."
             )
@@ -68,15 +68,15 @@ class ChoicesOnDevice:
         # For each row the nodes of its accepted path, parents first, and the token that follows each.
         self._paths = [[(node, token) for node, token in enumerate(row) if token >= 0] for row in rows]
 
-    def accept(self, sequences: LockstepRows, paths: Sequence[list[int]]) -> None:
-        """Emits the choices along the accepted paths up to the end of the shortest, as `accept` does.
+    def emit(self, sequences: LockstepRows, paths: Sequence[list[int]]) -> None:
+        """Emits the choices along the accepted paths up to the end of the shortest, as `accept_in_lockstep` does.
 
         Args:
             sequences: Takes the emitted tokens.
             paths: For each of its rows the root alone; the visited nodes are appended one by one.
         """
-        accepted = [self._paths[row] for row in sequences.rows]
-        first, end = sequences.rows[0], sequences.rows[-1] + 1
+        accepted = [self._paths[row] for row in sequences.indices]
+        first, end = sequences.indices[0], sequences.indices[-1] + 1
         logits, scores = self._logits[first:end], None if self._scores is None else self._scores[first:end]
         for steps in zip(*accepted):
             nodes, chosen = [node for node, _ in steps], [token for _, token in steps]
@@ -107,10 +107,11 @@ class ChoicesOnDevice:
         return (probabilities / of_nodes).argmax(dim=-1)
 
 
-def _accepted(chosen: Tensor, trees: TreeBatch) -> Tensor:
+def _accepted_nodes(chosen: Tensor, tree_batch: TreeBatch) -> Tensor:
     """`(batch, n)` bool, which nodes are accepted, if `chosen (batch, n)` is what follows each node."""
     token_ids, depths, parents, ancestor_mask = (
-        part.to(chosen.device) for part in (trees.token_ids, trees.depths, trees.parents, trees.ancestor_mask)
+        part.to(chosen.device)
+        for part in (tree_batch.token_ids, tree_batch.depths, tree_batch.parents, tree_batch.ancestor_mask)
     )
     # Only the root and padding have depth 0.
     is_right = (chosen.gather(1, parents.clamp(min=0)) == token_ids) & (depths > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Batch:
 
     def __init__(self, groups: Sequence[LockstepRows]) -> None:
         self.groups = list(groups)
-        self.num_rows = sum(len(group.rows) for group in groups)
+        self.num_rows = sum(len(group.indices) for group in groups)
 
     @property
     def first(self) -> LockstepRows:
@@ -41,12 +42,17 @@ class Batch:
     @property
     def unfinished_rows(self) -> set[int]:
         """Indices of the rows that are not finished."""
-        return {row for group in self.groups for row, unfinished in zip(group.rows, group.unfinished) if unfinished}
+        return {row for group in self.groups for row, unfinished in zip(group.indices, group.unfinished) if unfinished}
 
     @property
-    def padding(self) -> dict[int, int]:
+    def pad_tokens(self) -> dict[int, int]:
         """The finished rows that standard decoding pads, and their padding token."""
-        return {row: group.pad_token for group in self.groups for row, pads in zip(group.rows, group.padding) if pads}
+        return {
+            row: group.pad_token
+            for group in self.groups
+            for row, is_padded in zip(group.indices, group.is_padded)
+            if is_padded
+        }
 
     @property
     def tokens_left(self) -> int | None:
@@ -67,14 +73,14 @@ class Batch:
 
     def last_tokens(self) -> list[int]:
         """The last token of every row, as the host knows it."""
-        return [token for group in self.groups for token in group.emitted[-1]]
+        return [token for group in self.groups for token in group.steps[-1]]
 
     def emitted_along(self, paths: Sequence[list[int]]) -> list[list[int]]:
         """For each row the tokens that its path's nodes emitted."""
         emitted: list[list[int]] = []
         for group in self.groups:
-            first = len(group.emitted) - len(paths[group.rows[0]])
-            emitted += [[tokens[place] for tokens in group.emitted[first:]] for place in range(len(group.rows))]
+            first = len(group.steps) - len(paths[group.indices[0]])
+            emitted += [[tokens[place] for tokens in group.steps[first:]] for place in range(len(group.indices))]
         return emitted
 
     def within_length(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
@@ -82,26 +88,45 @@ class Batch:
         trees = list(trees)
         for group in self.groups:
             if group.tokens_left is not None and not group.finished:
-                for row in group.rows:
+                for row in group.indices:
                     trees[row] = trees[row].limit_depth(group.tokens_left - 1)
         return trees
 
     def with_padding(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """Replaces the trees of finished rows: by padding as deep as the others in lockstep, or by a root."""
-        trees = list(trees)
-        for group in self.groups:
-            if group.finished:
-                for row in group.rows:
-                    trees[row] = DraftTree.root_only(group.emitted[-1][0])
-            elif any(padding := group.padding):
-                depth = max(trees[row].depth for row, pads in zip(group.rows, padding) if not pads)
-                for row, pads in zip(group.rows, padding):
-                    if pads:
-                        root = int(trees[row].token_ids[0])
-                        trees[row] = DraftTree.chain([root] + [group.pad_token] * depth)
-        return trees
+        return [
+            tree
+            for group in self.groups
+            for tree in _with_padding(group, trees[group.indices[0] : group.indices[-1] + 1])
+        ]
+
+    def sequences(self) -> Tensor:
+        """`(batch, length)` int64, the tokens of all rows as `generate()` returns them, padded at the right."""
+        return self.token_ids(self.first.pad_token, pad_left=False).clone()
+
+    def details(self) -> dict[str, Any]:
+        """The fields of `generate()`'s output that are made from rows: sequences, and what is kept per token."""
+        kept = {name: getattr(self.first, name) for name in ("scores", "logits", "hidden_states", "attentions")}
+        return {"sequences": self.sequences()} | {
+            name: None if of_tokens is None else tuple(of_tokens) for name, of_tokens in kept.items()
+        }
 
     def end_stream(self) -> None:
         """Tells the streamer that nothing follows."""
         for group in self.groups:
             group.end_stream()
+
+
+def _with_padding(group: LockstepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
+    """The trees of a group's rows, with those of finished rows replaced."""
+    roots = group.steps[-1]
+    if group.finished:
+        return [DraftTree.root_only(root) for root in roots]
+    is_padded = group.is_padded
+    if not any(is_padded):
+        return list(trees)
+    depth = max(tree.depth for tree, pads in zip(trees, is_padded) if not pads)
+    return [
+        DraftTree.chain([root] + [group.pad_token] * depth) if pads else tree
+        for root, tree, pads in zip(roots, trees, is_padded)
+    ]

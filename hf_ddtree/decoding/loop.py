@@ -34,7 +34,7 @@ from ..target.rollback import refuse_further_use, undone_on_error
 from ..target.static_cache import most_drafted
 from ..target.weights import execution_device, num_embeddings
 from ..tree.draft_tree import DraftTree
-from .acceptance import accept
+from .acceptance import accept_in_lockstep
 from .acceptance_on_device import ChoicesOnDevice
 from .batch import Batch
 from .choosing import Chooser
@@ -139,6 +139,8 @@ class TreeDecoder:
             self._verify(current)
             self._accept(current)
             self._commit(current)
+            if current.error is None:
+                self._report(current)
         if current.error is not None:
             raise current.error
 
@@ -171,7 +173,7 @@ class TreeDecoder:
         prompt, logits = self._batch.token_ids(), outputs.logits[:, -1:]
         last = prompt[:, -1].tolist() if prompt.shape[1] else [0] * len(prompt)
         trees, paths = [DraftTree.root_only(token) for token in last], [[0] for _ in last]
-        self._walk(trees, logits, self._choose_on_device(trees, logits), paths)
+        self._emit_along_paths(trees, logits, self._choose_on_device(trees, logits), paths)
         self._batch.first.keep_prefill(outputs)
         self._generator.observe(VerifiedRound(trees, logits, paths))
 
@@ -233,7 +235,7 @@ class TreeDecoder:
                 # NaN in one branch spoils the others. Standard decoding never feeds that branch.
                 if current.device_choices is not None:
                     current.device_choices.rewind_rng(0)
-                target.commit(current.verification.tree_pass, [[] for _ in current.trees])
+                target.discard(current.verification.tree_pass, len(current.trees))
                 current.trees = [DraftTree.root_only(int(tree.token_ids[0])) for tree in current.trees]
                 self._stats.target_forwards += 1
                 self._set_verification(current, target.verify(current.trees))
@@ -247,17 +249,20 @@ class TreeDecoder:
         current.paths = [[0] for _ in current.trees]
         with self._stats.stage("accept"):
             try:
-                self._walk(current.trees, current.verification.logits, current.device_choices, current.paths)
+                self._emit_along_paths(
+                    current.trees, current.verification.logits, current.device_choices, current.paths
+                )
             except BaseException as error:
                 current.error = error
 
     def _commit(self, current: Round) -> None:
-        """Commits the accepted paths to the cache, and reports the round to generator, statistics and policy."""
-        verification, paths = current.verification, current.paths
+        """Commits the accepted paths to the cache."""
         with self._stats.stage("commit"):
-            self._target.commit(verification.tree_pass, paths)
-        if current.error is not None:
-            return
+            self._target.commit(current.verification.tree_pass, current.paths)
+
+    def _report(self, current: Round) -> None:
+        """Tells the output, the generator, the statistics and the policy about the round."""
+        verification, paths = current.verification, current.paths
         self._batch.first.keep_round(verification.outputs, paths, self._windows)
         emitted = self._batch.emitted_along(paths)
         of_unfinished = [tokens if row in current.unfinished else None for row, tokens in enumerate(emitted)]
@@ -289,7 +294,7 @@ class TreeDecoder:
         self._stats.stage_seconds["build"] = self._generator.build_seconds
         self._stats.stage_seconds["draft"] -= self._generator.build_seconds
 
-    def _walk(
+    def _emit_along_paths(
         self,
         trees: Sequence[DraftTree],
         logits: Tensor,
@@ -305,18 +310,17 @@ class TreeDecoder:
             paths: For each row the root alone; extended in place.
         """
         unfinished = [group for group in self._batch.groups if not group.finished]
-        for group in self._batch.groups:
-            if group not in unfinished:
-                for row in group.rows:
-                    paths[row].clear()
+        with_path = {row for group in unfinished for row in group.indices}
+        for row, path in enumerate(paths):
+            if row not in with_path:
+                path.clear()
         try:
             for group in unfinished:
-                of_group = [paths[row] for row in group.rows]
+                rows = slice(group.indices[0], group.indices[-1] + 1)
                 if device_choices is not None:
-                    device_choices.accept(group, of_group)
+                    device_choices.emit(group, paths[rows])
                 else:
-                    rows = slice(group.rows[0], group.rows[-1] + 1)
-                    accept(trees[rows], logits[rows], self._chooser, group, of_group)
+                    accept_in_lockstep(trees[rows], logits[rows], self._chooser, group, paths[rows])
         finally:
             if device_choices is not None:
                 device_choices.rewind_rng(max(map(len, paths)))
@@ -328,9 +332,9 @@ class TreeDecoder:
         if not builds_on_device(logits.device) or not self._chooser.chooses_per_node:
             return None
         if verification is None or verification.tree_pass is None or logits.shape[1] == 1:
-            return ChoicesOnDevice(self._chooser, logits, trees=None, depth=0, padding=self._batch.padding)
+            return ChoicesOnDevice(self._chooser, logits, tree_batch=None, depth=0, pad_tokens=self._batch.pad_tokens)
         depth = max(tree.depth for tree in trees)
-        return ChoicesOnDevice(self._chooser, logits, verification.tree_pass.trees, depth, self._batch.padding)
+        return ChoicesOnDevice(self._chooser, logits, verification.tree_pass.tree_batch, depth, self._batch.pad_tokens)
 
     def _pad_to_longest(self) -> None:
         """Feeds padding to rows that finished early, as standard decoding does, until all rows are equally long."""

@@ -23,15 +23,15 @@ class LockstepRows:
     """Rows that are extended together, one token each at a time, exactly as standard decoding extends a batch.
 
     Args:
-        rows: Their indices in the batch.
+        indices: Their places in the batch.
         input_ids: `(rows, length)` int64, the prompts.
         stopping_criteria: Asked after every token.
         generation_config: Says whether scores and logits are kept, and what pads a row that has finished.
         streamer: Gets every token as soon as it is emitted.
 
     Attributes:
-        rows: As given.
-        emitted: For each step the token of every row, as the host knows them.
+        indices: As given.
+        steps: For each emitted token of a row the tokens of all rows, as the host knows them.
         unfinished: Which rows are not finished.
         scores, logits: One tensor `(rows, vocab)` per token, None if they are not kept.
         hidden_states, attentions: What the target's outputs of this name would be in standard decoding, one entry per
@@ -40,13 +40,13 @@ class LockstepRows:
 
     def __init__(
         self,
-        rows: Sequence[int],
+        indices: Sequence[int],
         input_ids: Tensor,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None = None,
     ) -> None:
-        self.rows = list(rows)
+        self.indices = list(indices)
         keeps_details = generation_config.return_dict_in_generate
         self._buffer = input_ids
         self._length = input_ids.shape[1]
@@ -58,7 +58,7 @@ class LockstepRows:
         # As in standard decoding, rows are padded only where an end-of-sequence token can end one before the others.
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._pad_token = padding_token(generation_config)
-        self.emitted: list[list[int]] = []
+        self.steps: list[list[int]] = []
         self.unfinished = [True] * len(input_ids)
         self.scores: list[Tensor] | None = [] if keeps_details and generation_config.output_scores else None
         self.logits: list[Tensor] | None = [] if keeps_details and generation_config.output_logits else None
@@ -72,7 +72,7 @@ class LockstepRows:
             if self._length > self._buffer.shape[1]:
                 room = self._length - self._buffer.shape[1] + max(64, self._length // 2)
                 self._buffer = torch.nn.functional.pad(self._buffer, (0, room))
-            newest = torch.from_numpy(np.array(self.emitted[-self._num_unwritten :])).T
+            newest = torch.from_numpy(np.array(self.steps[-self._num_unwritten :])).T
             place = self._buffer.narrow(1, self._length - self._num_unwritten, self._num_unwritten)
             place.copy_(on_device(newest, self._buffer.device))
             self._num_unwritten = 0
@@ -89,7 +89,7 @@ class LockstepRows:
         return None if self._max_length is None else self._max_length - self._length
 
     @property
-    def padding(self) -> list[bool]:
+    def is_padded(self) -> list[bool]:
         """Which rows are finished and get padding from now on."""
         return [self._pads and not unfinished for unfinished in self.unfinished]
 
@@ -109,8 +109,8 @@ class LockstepRows:
             self.scores.append((choices.logits if scores is None else scores).to(torch.float32, copy=True))
         if self.logits is not None:
             self.logits.append(choices.logits.to(torch.float32, copy=True))
-        tokens = [self._pad_token if pads else token for token, pads in zip(choices.tokens, self.padding)]
-        self.emitted.append(tokens)
+        tokens = [self._pad_token if pads else token for token, pads in zip(choices.tokens, self.is_padded)]
+        self.steps.append(tokens)
         self._num_unwritten += 1
         self._length += 1
         if self._end_tokens is not None and self._max_length is not None:
@@ -121,7 +121,7 @@ class LockstepRows:
                 self.token_ids, None if self.scores is None else tuple(self.scores)
             ).tolist()
             # A criterion may have written into them, which standard decoding continues from.
-            tokens = self.emitted[-1] = self.token_ids[:, -1].tolist()
+            tokens = self.steps[-1] = self.token_ids[:, -1].tolist()
         self.unfinished = [unfinished and not stops for unfinished, stops in zip(self.unfinished, stop)]
         if self._streamer is not None:
             self._streamer.put(torch.tensor(tokens, dtype=self._buffer.dtype, device="cpu"))

@@ -29,7 +29,7 @@ class CommittedRows:
         self.lengths = [num_prompt] * batch_size
         attention_mask = model_kwargs.get("attention_mask")
         self._prompt_mask = None if attention_mask is None else attention_mask[:, :num_prompt].to(device, torch.bool)
-        self._root_positions = model_kwargs["position_ids"][..., -1:].to(device)
+        self._prompt_root_position_ids = model_kwargs["position_ids"][..., -1:].to(device)
         self.device = device
         self._lengths: Tensor | None = None
 
@@ -59,11 +59,11 @@ class CommittedRows:
             self._lengths = on_device(self.lengths, self.device)[:, None]
         return self._lengths
 
-    def root_positions(self) -> Tensor:
+    def root_position_ids(self) -> Tensor:
         """`(..., batch, 1)` int64, the position of each row's root; leading dimensions are axes of the position."""
         if len(self.lengths) == 1 or self.are_equally_long:
-            return self._root_positions + (self.lengths[0] - self.num_prompt)
-        return self._root_positions + (self.lengths_on_device() - self.num_prompt)
+            return self._prompt_root_position_ids + (self.lengths[0] - self.num_prompt)
+        return self._prompt_root_position_ids + (self.lengths_on_device() - self.num_prompt)
 
     def root_indices(self) -> Tensor:
         """`(batch, 1)` int64, how many tokens each row has in front of its root, padding at the left not counted."""

@@ -37,7 +37,7 @@ def commit(
     """
     before = rows.lengths
     rows.advance(list(map(len, paths)))
-    committed = _CommittedPaths(paths, tree_pass.trees.num_nodes, before, rows.num_cached)
+    committed = _CommittedPaths(paths, tree_pass.tree_batch.num_nodes, before, rows.num_cached)
     stateful = stateful_layers(cache)
     _advance_states(stateful, tree_pass, committed)
     _keep_conv_inputs(stateful, tree_pass, committed, keep_past)

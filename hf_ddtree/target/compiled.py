@@ -54,7 +54,9 @@ class CompiledForward:
         if self._model in _uncompilable:
             return None
         # As a tensor: there is a graph for each value of a number.
-        tree = None if tree_pass is None else (tree_pass.trees, torch.as_tensor(tree_pass.num_before, device="cpu"))
+        tree = (
+            None if tree_pass is None else (tree_pass.tree_batch, torch.as_tensor(tree_pass.num_before, device="cpu"))
+        )
         try:
             outputs, features, path_factors, conv_inputs, num_attended = self._compiled(
                 self._model, model_inputs, tuple(layer_ids), tree

@@ -44,24 +44,24 @@ class ForwardInputs:
         self._drops_old_keys = any(cache.is_sliding)
         self._prepared: dict[str, Any] | None = None
 
-    def of(self, batch: TreeBatch, attention_mask: Tensor | None = None) -> dict[str, Any]:
+    def of(self, tree_batch: TreeBatch, attention_mask: Tensor | None = None) -> dict[str, Any]:
         """All arguments but a tree's mask.
 
         Args:
-            batch: The trees.
+            tree_batch: The trees.
             attention_mask: What the model prepares its inputs with.
 
         Raises:
             ValueError: If the model does not take positions.
         """
-        per_node = {"position_ids": self._rows.root_positions() + batch.depths}
+        per_node = {"position_ids": self._rows.root_position_ids() + tree_batch.depths}
         for name in TOKEN_TYPES:  # nodes continue the text, so they have its last token's type
             if self._model_kwargs.get(name) is not None:
-                per_node[name] = self._model_kwargs[name][:, -1:].expand(-1, batch.num_nodes)
+                per_node[name] = self._model_kwargs[name][:, -1:].expand(-1, tree_batch.num_nodes)
         if self._prepared is not None:
-            return self._prepared | per_node | {"input_ids": batch.token_ids, "attention_mask": attention_mask}
+            return self._prepared | per_node | {"input_ids": tree_batch.token_ids, "attention_mask": attention_mask}
         inputs = self._model_kwargs | per_node | {"attention_mask": attention_mask}
-        model_inputs = self._model.prepare_inputs_for_generation(batch.token_ids, **inputs)
+        model_inputs = self._model.prepare_inputs_for_generation(tree_batch.token_ids, **inputs)
         check_keeps_positions(self._model, model_inputs)
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = 0
@@ -69,7 +69,7 @@ class ForwardInputs:
             self._prepared = dict(model_inputs)
         return model_inputs
 
-    def masks(self, batch: TreeBatch) -> tuple[Tensor | dict[str, Tensor | None] | None, list[Tensor]]:
+    def masks(self, tree_batch: TreeBatch) -> tuple[Tensor | dict[str, Tensor | None] | None, list[Tensor]]:
         """The mask in the form that the model's forward takes, as Transformers' `create_masks_for_generate` makes it.
 
         Also those of its parts under which every node sees all cached keys.
@@ -81,26 +81,26 @@ class ForwardInputs:
             if kind not in WINDOWS:
                 masks[kind] = None
                 continue
-            masks[kind] = mask = self._mask(batch, kind, window, cached_mask)
+            masks[kind] = mask = self._mask(tree_batch, kind, window, cached_mask)
             within = window is None or (
-                kind == "sliding_attention" and self._rows.num_cached + batch.num_nodes <= window
+                kind == "sliding_attention" and self._rows.num_cached + tree_batch.num_nodes <= window
             )
             if within and cached_mask is None and self._buffer_length is None:
                 open_masks.append(mask)
         return masks if self._by_kind else masks.popitem()[1], open_masks
 
-    def _mask(self, batch: TreeBatch, kind: str, window: int | None, cached_mask: Tensor | None) -> Tensor:
+    def _mask(self, tree_batch: TreeBatch, kind: str, window: int | None, cached_mask: Tensor | None) -> Tensor:
         rows = self._rows
         if window is None:
-            visible = tree_attention_mask(batch, rows.num_cached, cached_mask)
+            visible = tree_attention_mask(tree_batch, rows.num_cached, cached_mask)
         else:
-            reach = chunk_windows(batch, rows.root_indices(), window) if kind == "chunked_attention" else window
+            reach = chunk_windows(tree_batch, rows.root_indices(), window) if kind == "chunked_attention" else window
             if self._drops_old_keys:
                 kept = min(rows.num_cached, window - 1)
-                visible = tree_attention_mask(batch, kept, rows.window_mask(cached_mask, kept), reach)
+                visible = tree_attention_mask(tree_batch, kept, rows.window_mask(cached_mask, kept), reach)
             else:
                 # A cache that was made without the model's config keeps all keys of every layer.
-                visible = tree_attention_mask(batch, rows.num_cached, cached_mask, reach, rows.before_root())
+                visible = tree_attention_mask(tree_batch, rows.num_cached, cached_mask, reach, rows.before_root())
         if self._buffer_length is not None:
             visible = nn.functional.pad(visible, (0, self._buffer_length - visible.shape[-1]), value=False)
         return to_additive(visible, self._model.dtype) if self._is_additive else visible

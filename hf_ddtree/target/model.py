@@ -114,14 +114,14 @@ class CachedModel:
         """
         is_static = buffer_length(self.cache) is not None
         least_nodes = padded_size(max(map(len, trees))) if is_static else 1
-        batch = TreeBatch.from_trees(trees, self.rows.device, least_nodes)
-        mask, open_masks = self._inputs.masks(batch)
+        tree_batch = TreeBatch.from_trees(trees, self.rows.device, least_nodes)
+        mask, open_masks = self._inputs.masks(tree_batch)
         wants_weights = bool(self._model_kwargs.get("output_attentions"))
-        tree_pass = TreePass(batch, self.rows.lengths, open_masks, wants_weights)
+        tree_pass = TreePass(tree_batch, self.rows.lengths, open_masks, wants_weights)
         # Over a static cache Transformers makes a causal mask, for nothing, unless there is a mask already.
         masks = mask.values() if isinstance(mask, dict) else [mask]
         given = next(one for one in masks if one is not None) if is_static else None
-        model_inputs = self._inputs.of(batch, given) | {"attention_mask": mask}
+        model_inputs = self._inputs.of(tree_batch, given) | {"attention_mask": mask}
         outputs, features = self._run(model_inputs, tree_pass)
         self._require_tree_operators(tree_pass)
         return Verification(outputs, features, tree_pass)
@@ -132,11 +132,11 @@ class CachedModel:
         Args:
             roots: Trees with nothing drafted, one per row; all rows have the same number of committed tokens.
         """
-        batch = TreeBatch.from_trees(roots, self.rows.device)
+        tree_batch = TreeBatch.from_trees(roots, self.rows.device)
         cached_mask = self.rows.mask()
         if cached_mask is not None:
             cached_mask = nn.functional.pad(cached_mask.long(), (0, 1), value=1)
-        model_inputs = self._inputs.of(batch, cached_mask)
+        model_inputs = self._inputs.of(tree_batch, cached_mask)
         with set_past_recording(self.cache, self._keep_past):
             outputs, features = self._run(model_inputs, tree_pass=None)
         self.rows.advance([1] * len(roots))
@@ -151,6 +151,15 @@ class CachedModel:
         """
         if tree_pass is not None:
             commit(self.cache, tree_pass, paths, self.rows, self._keep_past)
+
+    def discard(self, tree_pass: TreePass | None, num_rows: int) -> None:
+        """Makes the cache what it was before the last `verify`.
+
+        Args:
+            tree_pass: Of that `verify`.
+            num_rows: Rows of the batch.
+        """
+        self.commit(tree_pass, [[]] * num_rows)
 
     def _run(self, model_inputs: dict[str, Any], tree_pass: TreePass | None) -> tuple[ModelOutput, Tensor | None]:
         """The model's outputs and the features; `tree_pass` gets what its layers leave."""

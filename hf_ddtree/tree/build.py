@@ -57,48 +57,51 @@ def build_tree(
     """
     require_positive_int("budget", budget)
     require_tree_shape("shape", shape)
-    costs = -log_probs.detach().to("cpu", torch.float32).numpy()
+    costs = -log_probs[:budget].detach().to("cpu", torch.float32).numpy()
     tokens = token_ids.detach().to("cpu", torch.int64).numpy()
-    depth, row = len(costs), costs.shape[-1]
-    states = (
-        None
-        if next_state is None
-        else np.broadcast_to(next_state.detach().to("cpu", torch.int64).numpy(), costs.shape)
-    )
-    depth = min(depth, budget)
-    width = 1 if shape == "chain" else min(row, budget)
-    if shape == "chain" and states is None:
-        return _chain(costs[:depth], tokens, root_token_id)
-    if shape == "chain" or (shape == "best_first" and budget <= FEW_NODES):
-        return _one_by_one(costs[:depth], tokens, states, root_token_id, budget, width)
-    spine = 0 if shape == "spine_first" else None
+    states = None
+    if next_state is not None:
+        states = np.broadcast_to(next_state.detach().to("cpu", torch.int64).numpy(), log_probs.shape)
+    if shape == "chain":
+        if states is None:
+            return _chain(costs, tokens, root_token_id)
+        return _one_by_one(costs, tokens, states, root_token_id, budget, width=1)
+    width = min(costs.shape[-1], budget)
+    if shape == "best_first" and budget <= FEW_NODES:
+        return _one_by_one(costs, tokens, states, root_token_id, budget, width)
+    return _depth_by_depth(costs, tokens, states, root_token_id, budget, width, keeps_spine=shape == "spine_first")
 
-    if states is None:
-        all_parents, all_ranks, pair_ends = rank_pairs(budget, width)
 
+def _depth_by_depth(
+    costs: np.ndarray,
+    tokens: np.ndarray,
+    states: np.ndarray | None,
+    root_token_id: int,
+    budget: int,
+    width: int,
+    keeps_spine: bool,
+) -> DraftTree:
+    """The tree of `build_tree`, best-first or spine-first, from arrays of all prefixes of a depth."""
     # A prefix is known by its place in the concatenation of all levels; level 0 is the root. A level's candidates are
     # known by their place in its flat array.
     level_costs = [np.zeros(1, dtype=np.float32)]
-    level_parents, level_entries, spine_places = [], [], [0]
+    level_parents: list[np.ndarray] = []
+    level_entries: list[np.ndarray] = []
+    spine, spine_places = 0 if keeps_spine else None, [0]
     in_state = np.zeros(1, dtype=np.int64)
     cheapest = level_costs[0][:0]
     limit, start = np.float32(np.inf), 0
-    for level in range(depth):
+    for level, of_level in enumerate(costs):
         frontier = level_costs[-1]
         if states is None:
-            pairs = pair_ends[len(frontier)]
-            pair_parent, entry = all_parents[:pairs], all_ranks[:pairs]
+            pair_parent, entry = _pairs_of_ranks(len(frontier), budget, width)
         else:
             reach = len(frontier) if spine is not None else int(frontier.searchsorted(limit))
             pair_parent, pair_rank = _pairs_by_state(in_state[:reach], budget, width)
-            entry = in_state.take(pair_parent) * row + pair_rank
+            entry = in_state.take(pair_parent) * costs.shape[-1] + pair_rank
         pair_costs = frontier.take(pair_parent)
-        pair_costs += costs[level].take(entry)
-        within = (pair_costs < limit).nonzero()[0]
-        if len(within) > budget:
-            within = (pair_costs <= np.partition(pair_costs, budget - 1)[budget - 1]).nonzero()[0]
-        if len(within) > 1:
-            within = within.take(pair_costs.take(within).argsort(kind="stable")[:budget])
+        pair_costs += of_level.take(entry)
+        within = _cheapest_pairs(pair_costs, limit, budget)
         if spine is not None:
             within, spine = _keep_spine(within, pair_costs, int(pair_parent.searchsorted(spine)))
         if len(within) == 0:
@@ -116,17 +119,38 @@ def build_tree(
             cheapest.partition(budget - 1)
             cheapest = cheapest[:budget]
             limit = cheapest[-1]
-
-    if len(level_costs) == 1:
+    if not level_parents:
         return DraftTree.root_only(root_token_id)
+    candidates = [of_depth.take(entries) for of_depth, entries in zip(tokens, level_entries)]
+    return _best_of(level_costs, level_parents, candidates, spine_places, root_token_id, budget)
+
+
+def _cheapest_pairs(pair_costs: np.ndarray, limit: np.float32, budget: int) -> np.ndarray:
+    """The places of at most `budget` pairs that cost less than `limit`, the cheapest first; ties keep their order."""
+    within = (pair_costs < limit).nonzero()[0]
+    if len(within) > budget:
+        within = (pair_costs <= np.partition(pair_costs, budget - 1)[budget - 1]).nonzero()[0]
+    if len(within) > 1:
+        within = within.take(pair_costs.take(within).argsort(kind="stable")[:budget])
+    return within
+
+
+def _best_of(
+    level_costs: list[np.ndarray],
+    level_parents: list[np.ndarray],
+    level_tokens: list[np.ndarray],
+    spine_places: list[int],
+    root_token_id: int,
+    budget: int,
+) -> DraftTree:
+    """The tree of the spine and the cheapest other prefixes of all levels, `budget` in all."""
     path_costs = np.concatenate(level_costs)
     priority = path_costs.copy()
     priority[spine_places] = -np.inf
     kept = priority.argsort(kind="stable")[: budget + 1]
     kept.sort()
     drafted = kept[1:] - 1
-    step = np.arange(len(level_parents)).repeat([len(level) for level in level_parents]).take(drafted)
-    candidates = tokens.reshape(len(tokens), -1)[step, np.concatenate(level_entries).take(drafted)]
+    candidates = np.concatenate(level_tokens).take(drafted)
     parents = kept.searchsorted(np.concatenate(level_parents).take(drafted))
     return DraftTree(
         torch.from_numpy(np.concatenate(([root_token_id], candidates))),
@@ -197,6 +221,12 @@ def _keep_spine(within: np.ndarray, pair_costs: np.ndarray, pair: int) -> tuple[
     if len(place):
         return within, int(place[0])
     return np.append(within, pair), len(within)
+
+
+def _pairs_of_ranks(num_parents: int, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """`rank_pairs` of the first parents alone."""
+    parents, ranks, ends = rank_pairs(budget, width)
+    return parents[: ends[num_parents]], ranks[: ends[num_parents]]
 
 
 @lru_cache(maxsize=64)
