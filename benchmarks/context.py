@@ -84,7 +84,7 @@ class SetAccuracyDrafter(DFlashTreeCandidateGenerator):
 
 
 class Dictation(LogitsProcessor):
-    """Makes the target write a given text behind its prompt."""
+    """Makes the target write a given text after its prompt."""
 
     def __init__(self, text: Tensor, prompt_length: int) -> None:
         self._text = text

@@ -3,7 +3,7 @@
     python benchmarks/tree_operator.py
 
 Random inputs in float32, a tree built from random distributions, one row. Timed is what a layer does in a round: the
-outputs of all nodes, and the state behind the path to the deepest node, which the loop has and the operator makes from
+outputs of all nodes, and the state after the path to the deepest node, which the loop has and the operator makes from
 its factors. Both alternate; outputs and states are compared. Memory is what is kept of the nodes until the commit.
 """
 

@@ -82,7 +82,7 @@ def plan(
     slack: float,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[dict[int | str, int], dict[str, int | str]]:
-    """How much of each device weights may take, and where each module goes then; prints the sums behind it.
+    """How much of each device weights may take, and where each module goes then; prints the sums it comes from.
 
     Args:
         config: The target's config.

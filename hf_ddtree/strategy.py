@@ -293,7 +293,7 @@ def prepare_cache(
             )
         length = buffer_length(cache)
         prompt = prompt_length(generation_config, model_kwargs) or input_ids.shape[1]
-        # Shorter rows continue with forwards that write behind the longest row.
+        # Shorter rows continue with forwards that write after the longest row.
         needed = prompt + generation_config.max_length - input_ids.shape[1] - (len(input_ids) == 1)
         most_nodes = checked_nodes(policy, "most_nodes", policy.most_nodes)
         if not is_callers_cache(cache):

@@ -224,7 +224,7 @@ class Bench:
         self._plain = [self.decode("plain", index).sequences[0] for index in range(len(prompts))]
 
     def decode(self, method: str, index: int, new_tokens: int | None = None, do_sample: bool = False) -> Any:
-        """Decodes a prompt by `"plain"`, `"chain"`, or `"tree B"` with a budget of `B` nodes; with `" static"` behind
+        """Decodes a prompt by `"plain"`, `"chain"`, or `"tree B"` with a budget of `B` nodes; with `" static"` after
         it over a static cache, where Transformers compiles forwards on a GPU, with CUDA graphs."""
         arguments: dict[str, Any] = {}
         method, *static = method.split(" static")

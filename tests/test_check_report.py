@@ -415,7 +415,7 @@ class TestCommand:
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert self.run(tmp_path).exit_code == 2
 
-    @pytest.mark.parametrize("arguments, nodes", [([], "65 nodes, the most of `auto`,"), (["16"], "17 nodes behind")])
+    @pytest.mark.parametrize("arguments, nodes", [([], "65 nodes, the most of `auto`,"), (["16"], "17 nodes after")])
     def test_the_demo(self, arguments, nodes):
         result = self.run("demo", *(["--tree-budget", *arguments] if arguments else []), columns=80)
         assert result.exit_code == 0, result.output

@@ -1,7 +1,7 @@
-"""What all recurrences over a tree have in common: the decay between two nodes, and the state behind a path.
+"""What all recurrences over a tree have in common: the decay between two nodes, and the state after a path.
 
 Each of them keeps a matrix that every token decays and adds one outer product to, so along a path `p`, with `D_j` the
-decay of the nodes of `p` behind `j` and `D` that of all its nodes,
+decay of the nodes of `p` after `j` and `D` that of all its nodes,
 
     S = exp(D) S_0 + sum over j in p of exp(D_j) left_j right_j^T.
 """
@@ -28,7 +28,7 @@ class TreePaths:
 
     Attributes:
         ancestor_mask: `(batch, n, n)` bool, nodes in topological order; row `i` marks node `i` and its ancestors.
-        ancestors: `(batch, n, 1 + n)` float32, the same behind a column of ones, for the state above the root.
+        ancestors: `(batch, n, 1 + n)` float32, the same after a column of ones, for the state above the root.
         below: `(batch, n, 1 + n)` float32; row `k` marks what node `k` lies below: the state above the root, and its
             ancestors without the node itself.
     """
@@ -85,7 +85,7 @@ def path_decay(log_decay: Tensor, paths: TreePaths) -> tuple[Tensor, Tensor]:
 def advance_states(
     states: Sequence[Tensor], factors: Sequence[PathFactors], path: Tensor, lengths: Tensor | None = None
 ) -> None:
-    """Moves the recurrent states of several layers, in place, behind the nodes of one path a row.
+    """Moves the recurrent states of several layers, in place, after the nodes of one path per row.
 
     Args:
         states: One per layer, `(batch, heads, rows, columns)` float32, the state above the root.
@@ -94,7 +94,7 @@ def advance_states(
         lengths: `(batch,)` int64, how many nodes each path has; an empty one leaves the state as it is. None if all
             have `length`.
     """
-    # Backwards, so that the sum of all decays so far is the decay of what lies behind.
+    # Backwards, so that the sum of all decays so far is the decay of what follows.
     backwards = path.flip(1)
     log_decay, left, right = (
         _along_path([getattr(layer, name) for layer in factors], backwards) for name in ("log_decay", "left", "right")

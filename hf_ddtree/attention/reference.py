@@ -18,12 +18,12 @@ def over_nodes(
     """Runs a recurrence over a tree.
 
     Args:
-        step: Gives the state behind a node and the node's output, from the node and its parent's state.
+        step: Gives the state after a node and the node's output, from the node and its parent's state.
         initial_state: `(heads, rows, columns)`, the state above the root.
         parents: Of each node, before its children; -1 for the root.
 
     Returns:
-        `(n, heads, size)`, the outputs, and the state behind each node.
+        `(n, heads, size)`, the outputs, and the state after each node.
     """
     states: list[Tensor] = []
     outputs = []

@@ -39,7 +39,7 @@ def tree_attention(
 
     Args:
         query: `(batch, heads, n, d_k)`, any floating dtype.
-        key: `(batch, key_heads, keys, d_k)`, those of the nodes behind the cached ones; `heads` is a multiple of
+        key: `(batch, key_heads, keys, d_k)`, those of the nodes after the cached ones; `heads` is a multiple of
             `key_heads`, and the heads of a group stand together.
         value: `(batch, key_heads, keys, d_v)`.
         mask: Made for `heads / key_heads` groups.

@@ -9,7 +9,7 @@ probabilities. The tree `T` to verify maximises the expected throughput
 
 where `E[tokens | T]` is one plus the sum of the path probabilities of the nodes of `T`: a node adds a token if the
 target accepts its path. The probabilities are those of this round's tree, not an average over past rounds, which would
-mistake easy text behind for easy text ahead. CaDDTree (arXiv:2606.01813) chooses by a similar estimate from a profile
+mistake easy text so far for easy text ahead. CaDDTree (arXiv:2606.01813) chooses by a similar estimate from a profile
 made in advance.
 """
 
@@ -51,7 +51,7 @@ ROUNDS_PER_NEIGHBOUR, ROUNDS_PER_STANDARD = 16, 64
 TRIAL_ROUNDS, PROBE_ROUNDS = 8, 2
 
 # Exponential backoff. Probing may cost this fraction of the standard decoding in between. The first pause is short
-# however much was lost, as bad luck may be the reason, and each may be so many times as long as the one before.
+# however much was lost, as bad luck may be the reason, and each may be this many times as long as the one before.
 PROBE_OVERHEAD = 0.01
 FIRST_BACKOFF, BACKOFF_FACTOR = 16, 4
 

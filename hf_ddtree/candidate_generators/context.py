@@ -18,7 +18,7 @@ class DraftContext:
 
     Attributes:
         input_ids: `(batch, length)` int64, every token so far; the last one of each row is its root, which the target
-            has not seen yet. Rows that are behind are padded at the left.
+            has not seen yet. Shorter rows are padded at the left.
         root_positions: For each row, the number of tokens that the target has seen, padding included. More than
             `length - 1` after a prompt of embeddings.
         features: `(batch, tokens, len(feature_layers) * hidden_size)`, what the target's hooked layers gave for the
@@ -26,7 +26,7 @@ class DraftContext:
             made of them. None if the generator hooks no layers, or is asked outside of tree decoding.
         num_features: For each row, how many entries of `features` are its own; they end right before its root.
         attention_mask: `(batch, length)` bool, False where `input_ids` hold padding. None if they hold none, or
-            only in front of rows that are behind.
+            only in front of shorter rows.
         emitted: For each row, the tokens that it has emitted since the last call; none if it had finished. Empty
             before there was a round, or outside of tree decoding.
         last_tokens: For each row the last of `input_ids`, if the host knows them; see `roots`.

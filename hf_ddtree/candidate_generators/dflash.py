@@ -217,7 +217,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self._drafted, self._branches = None, []
 
     def _remember(self, context: DraftContext) -> None:
-        """Keeps the features for the next draft, behind those that are left of an earlier call."""
+        """Keeps the features for the next draft, after those that are left of an earlier call."""
         state = self.state
         state.input_ids = context.input_ids
         state.root_positions = list(context.root_positions)
@@ -227,7 +227,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         state.features, state.num_features = join_features([*news, (context.features, context.num_features)])
 
     def _draft(self, roots: Tensor) -> Tensor:
-        """Hidden states `(batch, block, hidden_size)` of a block behind all of the context."""
+        """Hidden states `(batch, block, hidden_size)` of a block after all of the context."""
         state, device = self.state, self.drafter.device
         batch_size, num_new = len(roots), 0 if state.features is None else state.features.shape[1]
         masks = roots.new_full((batch_size, self._block_size - 1), self._mask_token)

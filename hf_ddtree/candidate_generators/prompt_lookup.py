@@ -28,7 +28,7 @@ MATCH_LENGTHS = (4, 8, 16, 32)
 MOST_MATCHES = 6
 # How often a match of each length is believed to be right before any was seen, and what that weighs in observations.
 MATCH_PRIORS, MATCH_PRIOR_WEIGHT = (0.55, 0.75, 0.88, 0.95), 4.0
-# From so many observations on, older ones count half.
+# From this many observations on, older ones count half.
 MOST_OBSERVATIONS = 64
 # Probability that what followed in the prompt is taught with.
 TEXT_PROBABILITY = 0.9

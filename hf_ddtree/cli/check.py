@@ -85,7 +85,7 @@ def _table(report: CheckReport, is_auto: bool) -> Table:
     if report.memory is not None:
         memory = asdict(report.memory)
         most = ", the most of `auto`," if is_auto else ""
-        where = f"{memory.pop('nodes')} nodes{most} behind {memory.pop('context_length')} tokens:"
+        where = f"{memory.pop('nodes')} nodes{most} after {memory.pop('context_length')} tokens:"
         parts = [f"{size / 2**20:9.2f} MiB  {name.replace('_', ' ')}" for name, size in memory.items() if size]
         total = f"{report.memory.total / 2**20:9.2f} MiB  in all, {report.memory.per_node / 2**10:.1f} KiB per node"
         table.add_row("memory of a tree", "\n".join([where, *parts, total]))

@@ -37,7 +37,7 @@ def run(
 ) -> None:
     """Run any Python program with tree decoding as the default of every `generate()` call; its code stays as it is.
 
-    Everything behind PROGRAM is passed on to it. The processes that it starts have the default as well. Models that
+    Everything after PROGRAM is passed on to it. The processes that it starts have the default as well. Models that
     cannot be decoded by tree, and calls that name another way to decode, are decoded by the standard method.
     """
     if drafter not in (None, "lookup", "mtp"):
@@ -56,7 +56,7 @@ def serve(
 ) -> None:
     """Serve a model by Transformers' own server, which speaks OpenAI's interface, with drafting switched on.
 
-    Options of `transformers serve`, such as `--port`, go behind MODEL. Requests may switch drafting off, by
+    Options of `transformers serve`, such as `--port`, go after MODEL. Requests may switch drafting off, by
     `"generation_strategy": "standard"` in their `generation_config`, but name no other drafter.
     """
     from transformers.utils.import_utils import is_serve_available

@@ -93,9 +93,9 @@ def _token_mask(prompt_mask: Tensor | None, token_ids: Tensor, lengths: Sequence
         return None
     mask = torch.ones_like(token_ids, dtype=torch.bool)
     for row, of_prompt, length in zip(mask, prompt_mask, lengths):
-        behind = max(lengths) - length
-        row[:behind] = False
-        row[behind : behind + len(of_prompt)] = of_prompt
+        missing = max(lengths) - length
+        row[:missing] = False
+        row[missing : missing + len(of_prompt)] = of_prompt
     return mask
 
 

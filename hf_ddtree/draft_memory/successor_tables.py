@@ -252,7 +252,7 @@ class SuccessorTables:
         return np.fromiter(map(self._slot_of.__getitem__, codes.tolist()), dtype=np.int64, count=len(codes))
 
     def _make_room(self, num_new: int) -> None:
-        """Sees to it that so many new contexts can be added."""
+        """Makes room for this many new contexts."""
         if self._slot_of.next_slot + num_new > self.most_slots:
             self._drop_half()
         capacity = len(self._counts)

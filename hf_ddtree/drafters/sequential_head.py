@@ -23,7 +23,7 @@ class SequentialHeadDraftModel(DFlashDraftModel):
     def correct(
         self, hidden_states: Tensor, token_ids: Tensor, states: Tensor, depth: int, target_embeddings: nn.Embedding
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """The corrections of the slots behind some nodes of one depth.
+        """The corrections of the slots after some nodes of one depth.
 
         Args:
             hidden_states: `(n, hidden_size)`, of the slots that predict the nodes' children.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.integrations import flash_attention, flex_attention, sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# What takes a mask of queries by keys whatever function stands behind it.
+# What takes a mask of queries by keys, whichever function does the work.
 TAKE_MASKS = ("sdpa", "eager")
 FLASH = getattr(flash_attention, "flash_attention_forward", None)
 FLEX = getattr(flex_attention, "flex_attention_forward", None)

@@ -28,7 +28,7 @@ def open_kernel(queries: Tensor, key: Tensor, value: Tensor) -> Callable[..., tu
 
 
 def _kernel(name: str, *arguments: object) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """An operator of PyTorch with some of its arguments behind the values; None if this version has no such."""
+    """An operator of PyTorch with some of its arguments after the values; None if this version has none."""
     operator = getattr(torch.ops.aten, name, None)
     if operator is None:
         return None

@@ -13,7 +13,7 @@ from ..devices import on_device
 class CommittedRows:
     """The committed tokens of each row.
 
-    Attention layers without a window hold row `r` in their first `lengths[r]` entries: rows that are behind leave the
+    Attention layers without a window hold row `r` in their first `lengths[r]` entries: shorter rows leave the
     entries after theirs unused, so the cache is never longer than its longest row. Layers with a window hold the last
     entries of each row, aligned at the end.
 

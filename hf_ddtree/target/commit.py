@@ -43,25 +43,33 @@ def commit(
     _keep_conv_inputs(stateful, tree_pass, committed, keep_past)
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
-            kept = min(layer.sliding_window - 1, rows.num_cached)
-            for name in ("keys", "values"):
-                entries = getattr(layer, name)
-                kept_entries = (
-                    committed.all_entries(entries, dim=-2)
-                    if keep_past
-                    else committed.last_entries(entries, kept, dim=-2)
-                )
-                setattr(layer, name, kept_entries)
-            layer.cumulative_length = rows.num_cached
+            _commit_window(layer, committed, rows.num_cached, keep_past)
         elif isinstance(layer, DynamicLayer):
             layer.keys = committed.in_place(layer.keys)
             layer.values = committed.in_place(layer.values)
         elif isinstance(layer, StaticLayer):
-            for entries in (layer.keys, layer.values):
-                committed.in_place(entries)
-                if committed.is_empty:  # what was fed may be NaN, which no mask hides
-                    entries[..., rows.num_cached :, :] = 0.0
-            layer.cumulative_length.fill_(rows.num_cached)
+            _commit_static(layer, committed, rows.num_cached)
+
+
+def _commit_window(
+    layer: DynamicSlidingWindowLayer, committed: _CommittedPaths, num_cached: int, keep_past: bool
+) -> None:
+    kept = min(layer.sliding_window - 1, num_cached)
+    for name in ("keys", "values"):
+        entries = getattr(layer, name)
+        all_or_last = (
+            committed.all_entries(entries, dim=-2) if keep_past else committed.last_entries(entries, kept, dim=-2)
+        )
+        setattr(layer, name, all_or_last)
+    layer.cumulative_length = num_cached
+
+
+def _commit_static(layer: StaticLayer, committed: _CommittedPaths, num_cached: int) -> None:
+    for entries in (layer.keys, layer.values):
+        committed.in_place(entries)
+        if committed.is_empty:  # what was fed may be NaN, which no mask hides
+            entries[..., num_cached:, :] = 0.0
+    layer.cumulative_length.fill_(num_cached)
 
 
 def _advance_states(layers: list[LinearAttentionLayer], tree_pass: TreePass, committed: _CommittedPaths) -> None:
@@ -162,7 +170,7 @@ class _CommittedPaths:
         return self.last_entries(entries, first + int(self._lengths[0]), dim)
 
     def in_place(self, entries: Tensor) -> Tensor:
-        """Moves the paths' entries of `(batch, ..., n, dim)` behind each row's committed ones; cuts off the rest."""
+        """Moves the paths' entries of `(batch, ..., n, dim)` after each row's committed ones; cuts off the rest."""
         if self._is_prefix:
             return entries[..., : self._num_cached, :]
         first = max(self._before)

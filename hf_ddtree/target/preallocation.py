@@ -42,7 +42,7 @@ class GrowingTensor:
         return buffer[..., : length + num_new, :]
 
     def has_room(self, entries: Tensor, num_new: int) -> bool:
-        """Whether `num_new` positions fit behind `entries` in place."""
+        """Whether `num_new` positions fit after `entries` in place."""
         buffer = self._buffer
         if buffer is None or (buffer.is_inference() and not torch.is_inference_mode_enabled()):
             return False
@@ -60,7 +60,7 @@ def _begins(buffer: Tensor, entries: Tensor) -> bool:
 
 
 class _GrowingUpdate:
-    """Replaces a layer's `update`: the same keys and values, written behind the cached ones in place."""
+    """Replaces a layer's `update`: the same keys and values, written after the cached ones in place."""
 
     def __init__(self, layer: DynamicLayer) -> None:
         self._layer = layer

@@ -30,7 +30,7 @@ def padded_size(num_nodes: int) -> int:
 
 
 def make_room_for_trees(cache: StaticCache, num_tokens: int, most_drafted: int) -> None:
-    """Makes an empty static cache hold the tokens of a call, and a tree behind them.
+    """Makes an empty static cache hold the tokens of a call, and a tree after them.
 
     Args:
         cache: What `generate()` has made. Its attention layers are replaced by longer ones without a window.
@@ -50,7 +50,7 @@ def buffer_length(cache: Cache) -> int | None:
 
 
 def most_drafted(cache: Cache, num_cached: int) -> int:
-    """Drafted nodes of the largest tree that fits, once padded, behind `num_cached` tokens."""
+    """Drafted nodes of the largest tree that fits, once padded, after `num_cached` tokens."""
     length = buffer_length(cache)
     if length is None:
         return sys.maxsize

@@ -54,7 +54,7 @@ def labels_behind(rows: Rows, anchors: Tensor, is_used: Tensor, depth: int) -> t
         depth: Tokens that a block predicts.
 
     Returns:
-        `(rows, blocks, depth)` each: the places of the tokens behind the roots, cut off at the end of the row; the
+        `(rows, blocks, depth)` each: the places of the tokens after the roots, cut off at the end of the row; the
         tokens; and whether they count, which they do up to the first that does not or that is of another document.
     """
     length = rows.token_ids.shape[1]

@@ -180,7 +180,7 @@ def _conversation(
     """A chat, of which the assistant's words count.
 
     If the template changes what was said before, such as when it leaves out earlier thoughts, then each answer is a
-    document of its own, behind what the model saw when it gave it.
+    document of its own, after what the model saw when it gave it.
     """
     answers = []
     for number, message in enumerate(messages):

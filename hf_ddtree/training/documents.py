@@ -53,7 +53,7 @@ class Rows:
     Attributes:
         token_ids: `(rows, length)` int64; 0 where there is no document.
         documents: `(rows, length)` int64: which of its row's documents a token belongs to, from 0, each document in
-            one piece; -1 where there is none, which is behind all documents.
+            one piece; -1 where there is none, which is after all documents.
         is_counted: `(rows, length)` bool, false where there is no document.
         features: `(rows, length, features)`, the outputs of the target's layers that the drafter reads, one beside
             the other; None if the target has to be asked for them.
@@ -106,7 +106,7 @@ class PackedDocuments:
             for document in documents
             for at in range(0, len(document), length)
         ]
-        # A block's root has a token before it, and the tokens behind it are predicted.
+        # A block's root has a token before it, and the tokens after it are predicted.
         pieces = [piece for piece in pieces if piece.is_counted[2:].any()]
         if not pieces:
             raise ValueError(

@@ -1,7 +1,7 @@
 """How well a drafter drafts texts that are known: rounds of greedy decoding replayed without the target.
 
 What the target writes greedily is known beforehand, so all blocks can be drafted at once. A round builds the tree at a
-root, follows the text into it, and the next root is behind the last token that is found. The figures are those of
+root, follows the text into it, and the next root comes after the last token that is found. The figures are those of
 decoding the same texts; of texts that the target did not write, they are what it would be if it had.
 """
 
@@ -40,7 +40,7 @@ class Evaluation:
             it are.
         tokens_per_forward: By `"chain"` and `"tree:NODES"`, the tokens that a round of greedy decoding emits, on
             average over rounds.
-        rounds: The rounds behind each of these.
+        rounds: The number of rounds in each of these.
     """
 
     negative_log_likelihood: float
@@ -156,7 +156,7 @@ def _replay(
     """
     depth = hidden_states.shape[1]
     everywhere = torch.ones_like(anchors[None], dtype=torch.bool)
-    # A round emits a block and the target's own choice behind it, and where less of the text is known it may be cut.
+    # A round emits a block and the target's own choice after it, and where less of the text is known it may be cut.
     _, labels, counts = labels_behind(rows, anchors[None], everywhere, depth + 1)
     is_root = (rows.is_counted[0, anchors] & counts[0].all(dim=-1)).tolist()
     lengths, next_root = [], 0

@@ -87,7 +87,7 @@ def position_weights(
         of_label: `(..., depth)`, `q`.
         counts: `(..., depth)` bool: the slots that count, true up to some depth.
         weights: Which weights.
-        smoothing: Between 0 and 1; what an unlikely token leaves of the slots behind it.
+        smoothing: Between 0 and 1; what an unlikely token leaves of the slots after it.
         decay: In slots.
 
     Returns:

@@ -10,7 +10,7 @@ from ...target.preallocation import GrowingTensor
 class _ContextLayer:
     """Keys and values of one layer, which grow in place as those of the target's cache do.
 
-    The block's keys and values of a forward lie behind the context's, and the next forward overwrites them.
+    The block's keys and values of a forward lie after the context's, and the next forward overwrites them.
     """
 
     def __init__(self) -> None:
