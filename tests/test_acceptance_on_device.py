@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from hf_ddtree.decoding.acceptance import accept
+from hf_ddtree.decoding.acceptance import accept_in_lockstep
 from hf_ddtree.decoding.acceptance_on_device import ChoicesOnDevice
 from hf_ddtree.decoding.choosing import Chooser, argmax
 from hf_ddtree.tree.draft_tree import DraftTree
@@ -36,7 +36,7 @@ class Emitted:
     def __init__(self, num_steps: int, rows: int, ends: dict[int, list[int]] | None = None) -> None:
         self.ends = ends or {}
         self.steps = []
-        self.rows = list(range(rows))
+        self.indices = list(range(rows))
         self._num_steps = num_steps
         self.token_ids = torch.zeros((rows, 1), dtype=torch.int64)
 
@@ -62,7 +62,7 @@ def same(one, other):
     warped=st.booleans(),
     num_steps=st.sampled_from((1, 2, 99)),
 )
-def test_rows_that_walk_together(seed, rows, budget, do_sample, warped, num_steps):
+def test_rows_in_lockstep(seed, rows, budget, do_sample, warped, num_steps):
     generator = torch.Generator().manual_seed(seed)
     trees = [random_tree(generator, max(0, budget - 3 * row)) for row in range(rows)]
     batch = TreeBatch.from_trees(trees, CPU)
@@ -72,14 +72,14 @@ def test_rows_that_walk_together(seed, rows, budget, do_sample, warped, num_step
 
     torch.manual_seed(seed)
     expected, expected_paths = Emitted(num_steps, rows), [[0] for _ in trees]
-    accept(trees, logits, chooser, expected, expected_paths)
+    accept_in_lockstep(trees, logits, chooser, expected, expected_paths)
     expected_state = torch.get_rng_state()
 
     torch.manual_seed(seed)
     depth = max(int(tree.depths.max()) for tree in trees)
     ahead = ChoicesOnDevice(chooser, logits, batch if batch.num_nodes > 1 else None, depth, {})
     got, paths = Emitted(num_steps, rows), [[0] for _ in trees]
-    ahead.accept(got, paths)
+    ahead.emit(got, paths)
     ahead.rewind_rng(len(paths[0]))
     assert paths == expected_paths
     assert not ahead.has_nan
@@ -98,12 +98,12 @@ def test_rows_that_have_finished_go_on_with_padding():
     logits[0, :, 3] = logits[1, 0, 4] = logits[1, 2, 1] = logits[1, 3, 2] = 1.0
     ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), False), logits, batch, 2, {0: 0})
     paths, emitted = [[0], [0]], Emitted(99, 2)
-    ahead.accept(emitted, paths)
+    ahead.emit(emitted, paths)
     assert paths == [[0, 1, 2], [0, 2, 3]]
     assert [tokens for tokens, *_ in emitted.steps] == [[0, 4], [0, 1], [0, 2]]
 
 
-def test_a_token_that_was_not_chosen_ends_the_walk():
+def test_a_token_that_was_not_chosen_ends_the_path():
     """A row that has just ended emits padding."""
     trees = [DraftTree.chain([3, 1, 2])]
     logits = torch.zeros((1, 3, VOCAB_SIZE))
@@ -111,7 +111,7 @@ def test_a_token_that_was_not_chosen_ends_the_walk():
     ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), False), logits, TreeBatch.from_trees(trees, CPU), 2, {})
     for ends, expected in (({}, [0, 1, 2]), ({2: [4]}, [0, 1]), ({1: [4]}, [0])):
         path = [0]
-        ahead.accept(Emitted(99, 1, ends), [path])
+        ahead.emit(Emitted(99, 1, ends), [path])
         assert path == expected
 
 

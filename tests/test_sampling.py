@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 import hf_ddtree
 from hf_ddtree import DraftTree
 from hf_ddtree.attention import dispatch
-from hf_ddtree.decoding.acceptance import accept
+from hf_ddtree.decoding.acceptance import accept_in_lockstep
 from hf_ddtree.decoding.choosing import Chooser
 from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.target.cache_rows import CommittedRows
@@ -176,7 +176,7 @@ def sample_counts(verified_trees, chooser, num_samples=NUM_SAMPLES):
         while not sequence.finished:
             tree, logits = rng.choice(verified_trees[sequence.tokens])
             chooser.tree = tree
-            accept([tree], logits[None], chooser, sequence, [[0]])
+            accept_in_lockstep([tree], logits[None], chooser, sequence, [[0]])
             num_rounds += 1
         samples.append(sequence.tokens)
     return count(samples), num_samples * NEW_TOKENS / num_rounds
