@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .tree.draft_tree import DraftTree
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
+ROWS_AT_ONCE = 32
 
 
 @dataclass
@@ -36,6 +39,8 @@ class DDTreeStats:
             host's time: work that is still queued counts where the host waits for it.
         trees: The trees of each round, one per row, if `return_trees` asked for them.
         accepted_paths: For each of `trees`, the accepted nodes from the root on; empty for a finished row.
+        target_probabilities: For each of `trees`, the probability that the target gives to each node's token after its
+            parent, before logits processors; 1 for the root.
     """
 
     target_forwards: int = 0
@@ -50,6 +55,12 @@ class DDTreeStats:
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     trees: list[list[DraftTree]] | None = None
     accepted_paths: list[list[list[int]]] | None = None
+    target_probabilities: list[list[list[float]]] | None = None
+
+    @classmethod
+    def keeping_trees(cls) -> DDTreeStats:
+        """Statistics that will have the trees of all rounds."""
+        return cls(trees=[], accepted_paths=[], target_probabilities=[])
 
     @property
     def tokens_per_forward(self) -> float:
@@ -61,8 +72,14 @@ class DDTreeStats:
         """Share of the trees with a node of depth 1, 2, and so on whose accepted path has one."""
         return [accepted / drafted for accepted, drafted in zip(self.accepted_by_depth, self.drafted_by_depth)]
 
-    def count(self, trees: list[DraftTree], paths: list[list[int]]) -> None:
-        """Counts a round: its trees and the accepted paths, one per row, empty for a finished row."""
+    def count(self, trees: list[DraftTree], paths: list[list[int]], logits: Tensor | None = None) -> None:
+        """Counts a round.
+
+        Args:
+            trees: One per row.
+            paths: The accepted path of each row, empty for a finished one.
+            logits: `(batch, n, vocab)`, the target's at each node, of which probabilities are kept if trees are.
+        """
         self.target_forwards += 1
         self.rounds += 1
         for tree, path in zip(trees, paths):
@@ -73,6 +90,8 @@ class DDTreeStats:
         if self.trees is not None and self.accepted_paths is not None:
             self.trees.append(trees)
             self.accepted_paths.append(paths)
+            if self.target_probabilities is not None and logits is not None:
+                self.target_probabilities.append([_probabilities(*of_row) for of_row in zip(trees, logits)])
 
     def count_disabled(self) -> None:
         """Counts the round that begins as one without a draft, because drafting is disabled."""
@@ -90,6 +109,21 @@ class DDTreeStats:
         if self.rounds_disabled:
             text += f", drafting disabled in {self.rounds_disabled} of {self.rounds} rounds"
         return text
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        seconds = sum(self.stage_seconds.values())
+        rows = {
+            "tokens per forward": f"{self.tokens_per_forward:.2f}",
+            "nodes per tree": f"{sum(self.tree_sizes) / max(1, len(self.tree_sizes)):.1f}",
+            "rounds": f"{self.rounds}",
+            "forwards of the target": f"{self.target_forwards}",
+            "forwards of the drafter": f"{self.draft_forwards}",
+            "accepted at depth 1, 2, ...": " ".join(f"{share:.0%}" for share in self.acceptance_by_depth),
+            **{name: f"{spent:.3f} s, {spent / (seconds or 1):.0%}" for name, spent in self.stage_seconds.items()},
+        }
+        lines = [f"<tr><th style='text-align: left'>{name}</th><td>{text}</td></tr>" for name, text in rows.items()]
+        return f"<table>{''.join(lines)}</table>"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, `tokens_per_forward` and `acceptance_by_depth` included, in types that JSON knows."""
@@ -114,6 +148,14 @@ class DDTreeStats:
         for depth in range(drafted):
             self.drafted_by_depth[depth] += 1
             self.accepted_by_depth[depth] += depth < accepted
+
+
+def _probabilities(tree: DraftTree, logits: Tensor) -> list[float]:
+    """The probability of each node's token after its parent by `(n, vocab)` logits, 1 for the root."""
+    parents, tokens = tree.parents[1:].to(logits.device), tree.token_ids[1:].to(logits.device)
+    # A few rows at a time, as float32 takes more memory than the logits may have.
+    totals = torch.cat([rows.float().logsumexp(-1) for rows in logits[: len(tree)].split(ROWS_AT_ONCE)])
+    return [1.0, *(logits[parents, tokens].float() - totals[parents]).exp().tolist()]
 
 
 def _tree_to_dict(tree: DraftTree) -> dict[str, list[Any]]:

@@ -123,7 +123,7 @@ class DDTreeDecoding:
         )
         processes = Processes(model, self.synced_gpus)
         chooser = Chooser(logits_processor, generation_config.do_sample, processes.agree)
-        stats = DDTreeStats(trees=[], accepted_paths=[]) if self.config.return_trees else DDTreeStats()
+        stats = DDTreeStats.keeping_trees() if self.config.return_trees else DDTreeStats()
         decoder = TreeDecoder(model, batch, chooser, generator, policy, stats, processes)
         decoder.decode(generation_config, model_kwargs)
         batch.end_stream()

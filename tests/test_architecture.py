@@ -165,7 +165,7 @@ def test_a_planted_circle_is_found(tmp_path, module, line, fault):
     [
         ("tree/shape.py", "from ..output import DDTreeStats", "tree"),
         ("validation.py", "import hf_ddtree.visualize", "validation"),
-        ("visualize.py", "from importlib import import_module\nimport_module('hf_ddtree.testing')", "visualize"),
+        ("demo.py", "from importlib import import_module\nimport_module('hf_ddtree.testing')", "demo"),
     ],
 )
 def test_a_planted_import_from_another_room_is_found(tmp_path, module, line, room):

@@ -1,6 +1,7 @@
 """`hf-ddtree`: what it prints, and that it says so when tokens differ."""
 
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -199,6 +200,39 @@ def test_demo_in_half_precision_explains_what_differs(chat_model, monkeypatch):
 )
 def test_demo_says_what_is_wrong(arguments, expected):
     result = run("demo", *arguments)
+    assert result.exit_code == 2
+    assert expected in " ".join(result.output.replace("│", "").split())
+
+
+@pytest.mark.parametrize("arguments", [["--target", "demo"], ["--prompt", "def total(values):\n", "--sample"]])
+def test_replay_writes_what_it_measured(arguments, tmp_path):
+    result = run("replay", *arguments, "--max-new-tokens", "24", "--output", str(tmp_path / "run.html"))
+    assert result.exit_code == 0 and "Identical" in result.output, result.output
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r"application/json\">(.*?)</script>", page, re.DOTALL)[1])
+    assert [lane["title"] for lane in data["race"]] == ["standard decoding", "chain", "tree"]
+    for lane in data["race"]:
+        assert lane["pieces"] == data["pieces"] and len(lane["seconds"]) == 24
+        assert 0 < lane["seconds"][0] and lane["seconds"] == sorted(lane["seconds"])
+    assert sum(len(current["path"]) for current in data["rounds"]) == 23
+
+
+def test_replay_without_a_drafter_looks_up(chat_model, tmp_path):
+    arguments = ["--target", str(chat_model), "--max-new-tokens", "8", "--dtype", "float32"]
+    result = run("replay", *arguments, "--output", str(tmp_path / "run.html"))
+    assert result.exit_code == 0 and "merges two sorted lists" in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--output", "/no/such/run.html"], "Invalid value for --output: The folder '/no/such' does not exist."),
+        (["--target", "/no/such"], "Invalid value for --target: The target '/no/such' does not exist."),
+        (["--prompt", ""], "The prompt is empty."),
+    ],
+)
+def test_replay_says_what_is_wrong(arguments, expected):
+    result = run("replay", *arguments)
     assert result.exit_code == 2
     assert expected in " ".join(result.output.replace("│", "").split())
 

@@ -400,3 +400,11 @@ def test_tokens_without_probability_stay_impossible():
     assert token_ids[0].tolist() == [2, 0, 1]
     assert log_probs[0, 2] == -torch.inf and (log_probs[1] == -torch.inf).all()
     assert prefixes_of(build_tree(log_probs, token_ids, ROOT, 9)) == [(2,), (0,)]
+
+
+def test_html_for_notebooks_has_every_node_below_its_parent():
+    tree = DraftTree.from_parents([10, 11, 12, 13], [-1, 0, 0, 2], [0.0, -0.5, -1.0, -2.0])
+    assert tree._repr_html_() == (
+        "<ul><li>10 <small>100.0%</small><ul><li>11 <small>60.7%</small></li>"
+        "<li>12 <small>36.8%</small><ul><li>13 <small>13.5%</small></li></ul></li></ul></li></ul>"
+    )

@@ -71,6 +71,16 @@ def test_json():
     assert stats.tree_sizes
 
 
+def test_html_for_notebooks():
+    stats = DDTreeStats()
+    stats.count([DraftTree.chain([1, 2, 3])], [[0, 1]])
+    stats.stage_seconds["verify"] = 0.25
+    table = stats._repr_html_()
+    assert "tokens per forward</th><td>2.00</td>" in table and "nodes per tree</th><td>2.0</td>" in table
+    assert "<td>100% 0%</td>" in table and "verify</th><td>0.250 s, 100%</td>" in table
+    assert "<td>0.00</td>" in DDTreeStats()._repr_html_()
+
+
 def test_one_line_when_auto_disables_drafting(monkeypatch):
     lines = []
     type(auto.logger).warning_once.cache_clear()

@@ -8,7 +8,7 @@ import typer
 
 import hf_ddtree
 
-from . import bench, check, demo, run, train
+from . import bench, check, demo, replay, run, train
 from .terminal import AnyEncodingGroup
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def main(
     """Token-tree speculative decoding for Transformers."""
 
 
-for command in (demo.demo, check.check, bench.bench, train.train):
+for command in (demo.demo, replay.replay, check.check, bench.bench, train.train):
     app.command()(command)
 app.command(context_settings=run.PASSED_ON)(run.serve)
 app.command(context_settings={**run.PASSED_ON, "allow_interspersed_args": False})(run.run)

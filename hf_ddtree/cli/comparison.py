@@ -1,4 +1,4 @@
-"""One prompt by several methods of decoding: two of them side by side, each timed, tokens compared."""
+"""One prompt by several methods of decoding: each timed, tokens compared, two of them side by side."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import typer
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from ..output import DDTreeStats
 from .streaming import ColumnStreamer, SideBySide
@@ -63,29 +65,57 @@ def warm_up(model: PreTrainedModel, inputs: Any, contestants: Sequence[Contestan
         model.generate(**inputs, max_new_tokens=WARM_UP_TOKENS, **contestant.arguments)
 
 
+def run_once(
+    model: PreTrainedModel,
+    inputs: Any,
+    contestant: Contestant,
+    options: Mapping[str, Any],
+    streamer: BaseStreamer | None = None,
+) -> tuple[Run, GenerateDecoderOnlyOutput]:
+    """Runs a method, always with the same seed, and times it."""
+    torch.manual_seed(SEED)
+    start = time.perf_counter()
+    out = model.generate(**inputs, **options, **contestant.arguments, return_dict_in_generate=True, streamer=streamer)
+    seconds = time.perf_counter() - start
+    new_tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return Run(new_tokens, seconds, getattr(out, "ddtree_stats", None)), out
+
+
 def compare(
     console: Console,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     inputs: Any,
     contestants: Sequence[Contestant],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> list[Run]:
-    """Runs every method with the same seed, the first two before the eyes of the user."""
-
-    def run(contestant: Contestant, streamer: ColumnStreamer | None = None) -> Run:
-        torch.manual_seed(SEED)
-        start = time.perf_counter()
-        out = model.generate(
-            **inputs, **options, **contestant.arguments, return_dict_in_generate=True, streamer=streamer
-        )
-        seconds = time.perf_counter() - start
-        new_tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        return Run(new_tokens, seconds, getattr(out, "ddtree_stats", None))
-
+    """Runs every method, the first two before the eyes of the user."""
     runs = []
     with SideBySide(console, [(contestant.title, contestant.style) for contestant in contestants[:2]]) as view:
         for column, contestant in enumerate(contestants[:2]):
-            runs.append(run(contestant, ColumnStreamer(tokenizer, view, column)))
-            view.end(column, runs[-1].summary)
-    return runs + [run(contestant) for contestant in contestants[2:]]
+            run, _ = run_once(model, inputs, contestant, options, ColumnStreamer(tokenizer, view, column))
+            runs.append(run)
+            view.end(column, run.summary)
+    return runs + [run_once(model, inputs, contestant, options)[0] for contestant in contestants[2:]]
+
+
+def conclude(console: Console, model: PreTrainedModel, runs: Sequence[Sequence[Run]]) -> None:
+    """Says whether all tokens are the same; the process fails if not, where rounding cannot explain it.
+
+    Args:
+        console: Where to say it.
+        model: The target.
+        runs: The runs of each prompt, that of standard decoding first.
+    """
+    different = sum(run.token_ids != of_prompt[0].token_ids for of_prompt in runs for run in of_prompt[1:])
+    if not different:
+        console.print("[bold green]Identical[/]: every token is the one that standard decoding gives.")
+        return
+    compared = sum(len(of_prompt) - 1 for of_prompt in runs)
+    console.print(f"[bold red]Not identical[/] in {different} of {compared} outputs.")
+    if model.dtype == torch.float32:
+        raise typer.Exit(code=1)
+    console.print(
+        f"In {str(model.dtype).removeprefix('torch.')} rounding can tip near ties, in standard decoding as well: "
+        "docs/targets.md. `--dtype float32` compares exactly."
+    )

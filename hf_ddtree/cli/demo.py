@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .options import DeviceMap, Dtype, check_repository, usage_error
+from .options import DeviceMap, Dtype, Prompt, usage_error
 from .terminal import make_console
 
 if TYPE_CHECKING:
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 
     from ..tree.draft_tree import DraftTree
     from .comparison import Contestant, Run
-
-# What a chat model is asked.
-QUESTIONS = (
-    "Write a Python function that merges two sorted lists, with a docstring and a test.",
-    "Explain in three short paragraphs how a hash table works.",
-    "Plan a vegetarian dinner for four and list what to buy.",
-)
 
 
 def demo(
@@ -40,7 +33,7 @@ def demo(
             help="Its drafter: a repository of the Hub, a folder or `mtp`.", show_default="none: prompt lookup"
         ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="A prompt of your own, in place of those that ship.")] = None,
+    prompt: Prompt = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many of those that ship.")] = 3,
     budget: Annotated[int, typer.Option(min=1, help="Most nodes drafted in a round.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 128,
@@ -53,18 +46,17 @@ def demo(
     Without `--target` the pair that ships completes code that it has never seen.
     The exit status is 1 if a token differs in float32.
     """
-    if prompt is not None and not prompt.strip():
-        raise typer.BadParameter("The prompt is empty. Give it at least one character.", param_hint="--prompt")
     from transformers.utils import logging
 
-    from .comparison import compare, encode, warm_up
+    from .comparison import compare, conclude, encode, warm_up
+    from .loading import choose_prompts
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     console = make_console()
     try:
         setting = _load(target, drafter, budget, dtype, device_map)
-        chosen = _prompts(setting, prompt, prompts)
+        chosen = choose_prompts(setting.tokenizer, prompt, prompts)
         warm_up(setting.model, encode(setting.model, setting.tokenizer, chosen[0][1]), setting.contestants)
     except (ImportError, OSError, ValueError) as error:
         raise usage_error(error) from error
@@ -88,7 +80,7 @@ def demo(
     _draw_best_round(console, setting.tokenizer, [of_prompt[1] for of_prompt in runs])
     console.rule("[bold]result")
     console.print(_result_table(setting.contestants, runs, sampled))
-    _conclude(console, setting.model, [*runs, *sampled])
+    conclude(console, setting.model, [*runs, *sampled])
 
 
 class _Setting(NamedTuple):
@@ -98,43 +90,21 @@ class _Setting(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     contestants: list[Contestant]
     stopping: dict[str, Any]
-    ships: bool
 
 
 def _load(target: str | None, drafter: str | None, budget: int, dtype: str, device_map: str | None) -> _Setting:
-    from ..demo import END_OF_FUNCTION, demo_folders
-    from ..drafter_kinds import load_drafter
+    from ..demo import END_OF_FUNCTION
     from .comparison import Contestant
-    from .loading import load_target
+    from .loading import load_pair
 
-    ships = target is None
-    if target is None:
-        target, shipped = demo_folders()
-        drafter = drafter or shipped
-        dtype = "float32" if dtype == "auto" else dtype
-    check_repository("target", target, "--target")
-    if drafter is not None:
-        check_repository("drafter", drafter, "--drafter")
-    model, tokenizer = load_target(target, dtype, device_map)
+    model, tokenizer, loaded = load_pair(target, drafter, dtype, device_map)
     knobs = {"generation_strategy": "ddtree", "tree_budget": budget, "return_trees": True}
     lookup = Contestant("prompt lookup", "green", {**knobs, "tree_lookup": True})
     contestants = [Contestant("standard decoding", "cyan")]
-    if drafter is not None:
-        loaded = load_drafter(drafter, target_model=model)
+    if loaded is not None:
         contestants.append(Contestant("ddtree", "green", {**knobs, "assistant_model": loaded}))
-    stopping = {"stop_strings": list(END_OF_FUNCTION), "tokenizer": tokenizer} if ships else {}
-    return _Setting(model, tokenizer, [*contestants, lookup], stopping, ships)
-
-
-def _prompts(setting: _Setting, prompt: str | None, count: int) -> list[tuple[str, str]]:
-    """Titles and texts of prompts: the user's, questions for a chat model, or code to complete."""
-    from ..demo import varied_prompts
-
-    if prompt is not None:
-        return [("--prompt", prompt)]
-    if setting.tokenizer.chat_template:
-        return [("a question", question) for question in QUESTIONS[:count]]
-    return [(entry["module"], entry["prompt"]) for entry in varied_prompts()[:count]]
+    stopping = {"stop_strings": list(END_OF_FUNCTION), "tokenizer": tokenizer} if target is None else {}
+    return _Setting(model, tokenizer, [*contestants, lookup], stopping)
 
 
 def _result_table(contestants: Sequence[Contestant], runs: list[list[Run]], sampled: list[list[Run]]) -> Table:
@@ -159,24 +129,6 @@ def _result_table(contestants: Sequence[Contestant], runs: list[list[Run]], samp
 
 def _speed(runs: list[Run]) -> float:
     return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
-
-
-def _conclude(console: Console, model: PreTrainedModel, runs: list[list[Run]]) -> None:
-    """Says whether all tokens are the same; the process fails if not, where rounding cannot explain it."""
-    import torch
-
-    different = sum(run.token_ids != of_prompt[0].token_ids for of_prompt in runs for run in of_prompt[1:])
-    if not different:
-        console.print("[bold green]Identical[/]: every token is the one that standard decoding gives.")
-        return
-    compared = sum(len(of_prompt) - 1 for of_prompt in runs)
-    console.print(f"[bold red]Not identical[/] in {different} of {compared} outputs.")
-    if model.dtype == torch.float32:
-        raise typer.Exit(code=1)
-    console.print(
-        f"In {str(model.dtype).removeprefix('torch.')} rounding can tip near ties, in standard decoding as well: "
-        "docs/targets.md. `--dtype float32` compares exactly."
-    )
 
 
 def _draw_best_round(console: Console, tokenizer: PreTrainedTokenizerBase, runs: list[Run]) -> None:

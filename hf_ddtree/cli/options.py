@@ -69,8 +69,18 @@ def check_tree_budget(tree_budget: str) -> str:
     return tree_budget
 
 
+def check_prompt(prompt: str | None) -> str | None:
+    """Refuses a prompt without text."""
+    if prompt is not None and not prompt.strip():
+        raise typer.BadParameter("The prompt is empty. Give it at least one character.")
+    return prompt
+
+
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A repository of the Hub, a folder, or `demo`.")]
 Dtype = Annotated[str, typer.Option(callback=check_dtype, help=f"Of the target: {', '.join(DTYPES)}.")]
+Prompt = Annotated[
+    str | None, typer.Option(callback=check_prompt, help="A prompt of your own, in place of those that ship.")
+]
 DeviceMap = Annotated[
     str | None, typer.Option(callback=check_device_map, help="Where to put the target, such as `auto` or `cuda`.")
 ]

@@ -1,4 +1,4 @@
-"""Texts side by side in a terminal, while they are generated."""
+"""What is done with tokens while they are generated: texts side by side in a terminal, and the time of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from itertools import zip_longest
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers.generation import BaseStreamer
 
 from ..visualize import encodable
 
@@ -85,3 +87,24 @@ class ColumnStreamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._view.add(self._column, text)
+
+
+class Timekeeper(BaseStreamer):
+    """Notes when each new token comes.
+
+    Attributes:
+        seconds: One per token, since this object was made.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._start = time.perf_counter()
+        self._is_prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self._is_prompt_seen:
+            self.seconds += [time.perf_counter() - self._start] * value.numel()
+        self._is_prompt_seen = True
+
+    def end(self) -> None:
+        pass

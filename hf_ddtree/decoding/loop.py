@@ -268,7 +268,7 @@ class TreeDecoder:
         of_unfinished = [tokens if row in current.unfinished else None for row, tokens in enumerate(emitted)]
         self._unseen.add(verification.features, paths, of_unfinished)
         self._generator.observe(VerifiedRound(current.trees, verification.logits, paths))
-        self._stats.count(current.trees, paths)
+        self._stats.count(current.trees, paths, verification.logits)
         if num_graphs() == current.num_graphs:  # else the round took as long as the compiler
             self._policy.observe(
                 RoundCost(

@@ -5,6 +5,7 @@ Pure topology: nothing here knows a model. All tensors live on the CPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -104,6 +105,20 @@ class DraftTree:
 
     def __repr__(self) -> str:
         return f"DraftTree(num_drafted={self.num_drafted}, depth={self.depth})"
+
+    def _repr_html_(self) -> str:
+        """Nested lists for notebooks: each node's token id, and the probability of its path."""
+        parts: list[str] = []
+        waiting: list[int | str] = [0]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, str):
+                parts.append(node)
+                continue
+            parts.append(f"<li>{int(self.token_ids[node])} <small>{math.exp(self.log_probs[node]):.1%}</small>")
+            children = self.children(node)
+            waiting += ["</ul></li>", *reversed(children), "<ul>"] if children else ["</li>"]
+        return f"<ul>{''.join(parts)}</ul>"
 
     @property
     def num_drafted(self) -> int:

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.text import Text
 from rich.tree import Tree
 
-from .tree.draft_tree import DraftTree
+from ..tree.draft_tree import DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
