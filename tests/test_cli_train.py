@@ -1,8 +1,11 @@
 """`hf-ddtree train`: from prompts to a drafter that loads, and on from where it was."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers.utils import logging
 from typer.testing import CliRunner
 
@@ -73,12 +76,25 @@ def test_on_from_the_drafter_that_ships(tmp_path):
     assert config == json.loads((hf_ddtree.demo._PAIR / "drafter" / "config.json").read_text())
 
 
+def test_the_head_alone(tmp_path):
+    texts, folder = tmp_path / "t.jsonl", tmp_path / "run"
+    texts.write_text("".join(json.dumps({"text": entry["prompt"]}) + "\n" for entry in demo_prompts()[:4]))
+    shipped = hf_ddtree.demo.demo_folders()[1]
+    run_it = ("demo", "--texts", texts, "--from", shipped, "--head", "dflash2", "--output", folder, "--steps", 2)
+    result = run(*run_it, *SMALL)
+    assert result.exit_code == 0, result.output
+    before, after = (load_file(where / "model.safetensors") for where in (Path(shipped), folder / "drafter"))
+    changed = {name.split(".")[0] for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == {"candidate_selector"} and before.keys() == after.keys()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ((), "there is nothing to train on. Give `--prompts`"),
         (("--prompts", "missing.jsonl"), "There is no file or folder 'missing.jsonl'"),
         (("--prompts", "{bad}"), "line 1: the object has none of `prompt`"),
+        (("--prompts", "{bad}", "--head", "dflash2"), "`--head` goes on top of a drafter that is trained already."),
         (("--prompts", "{bad}", "--kind", "eagle"), "`--kind` must be one of 'dflash'"),
         (("--prompts", "{bad}", "--loss", "l2"), "`--loss` must be one of 'cross_entropy'"),
         (("--prompts", "{bad}", "--template-options", "["), "`--template-options` is no JSON"),

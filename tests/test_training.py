@@ -342,6 +342,9 @@ def test_refusals():
         BlockLoss(make_drafter(target, draft_vocab_size=20), target, TrainingConfig())
     with pytest.raises(ValueError, match="`window_from_root` True"):
         save_drafter(make_drafter(target, window_from_root=True), "nowhere")
+    for version in (1, 2):
+        with pytest.raises(ValueError, match="`sample_from_anchor`, which z-lab's layout has no key for"):
+            save_drafter(make_drafter(target, version=version, sample_from_anchor=True), "nowhere")
     with pytest.raises(ValueError, match="a `Linear`, but only drafters of the DFlash family"):
         hf_ddtree.training.DrafterTrainer(target, torch.nn.Linear(1, 1), None)
     with pytest.raises(ValueError, match="None of the 1 documents has a token to predict"):

@@ -45,13 +45,17 @@ def train(
     start: Annotated[
         str | None, typer.Option("--from", help="A drafter to go on from.", show_default="from scratch")
     ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="Of a DFlash drafter in `--from`, train this head alone, in minutes: dflash2 or dspark."),
+    ] = None,
     kind: Annotated[str, typer.Option(help="Without `--from`: dflash, dflash2, dspark or jetspec.")] = "dflash2",
     layers: Annotated[int, typer.Option(min=1, help="Without `--from`: layers of the drafter.")] = 5,
     block_size: Annotated[int, typer.Option(min=2, help="Without `--from`: slots of a block.")] = 16,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the optimizers.")] = 1000,
     minutes: Annotated[float | None, typer.Option(help="Train so long, in place of `--steps`.")] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(help="Its peak.", show_default="1e-3; with `--from` 2e-4")
+        float | None, typer.Option(help="Its peak.", show_default="1e-3; of all of a drafter in `--from` 2e-4")
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a step, for each process.")] = 8,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a row.")] = 1024,
@@ -89,6 +93,8 @@ def train(
     with _errors_as_messages(messages, output):
         if prompts is None and texts is None:
             raise ValueError("there is nothing to train on. Give `prompts` for the target to answer, or `texts`.")
+        if head is not None and start is None:
+            raise ValueError("`head` goes on top of a drafter that is trained already. Name it with `start`.")
         reading = _reading(template_options, skip_bad_lines, messages)
         target = _target_folder(target)
         check_repository("target", target, "TARGET")
@@ -105,7 +111,7 @@ def train(
             minutes=minutes,
             rows=rows,
             anchors=anchors,
-            learning_rate=learning_rate or (1e-3 if start is None else 2e-4),
+            learning_rate=learning_rate or (1e-3 if start is None or head is not None else 2e-4),
             loss=loss,  # type: ignore[arg-type]
             weights=weights,  # type: ignore[arg-type]
             distribution_share=distribution_share,
@@ -113,7 +119,10 @@ def train(
         )
         accelerator = Accelerator(mixed_precision=mixed_precision)
         model, tokenizer = _load(target, dtype, device_map, accelerator)
-        drafter = _drafter(model, tokenizer, start, kind, layers, block_size, length, seed)
+        if start is None:
+            drafter = _new_drafter(model, tokenizer, kind, layers, block_size, length, seed)
+        else:
+            drafter = _loaded_drafter(model, start, head, seed)
         published_config(drafter.config)
         documents = [] if texts is None else read_documents(texts, tokenizer, **reading)
         measured: list[list[int]] = []
@@ -261,30 +270,20 @@ def _target_folder(target: str) -> str:
     return demo_folders()[0] if target == "demo" else target
 
 
-def _drafter(
+def _new_drafter(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    start: str | None,
     kind: str,
     layers: int,
     block_size: int,
     length: int,
     seed: int,
 ) -> DFlashDraftModel:
-    """The drafter to train, in float32."""
+    """A drafter from scratch."""
     import torch
 
-    from ..drafter_kinds import load_drafter
-    from ..drafters import DFlashDraftModel
     from ..training import find_mask_token, new_drafter
 
-    if start is not None:
-        loaded = load_drafter(start, target_model=model, dtype=torch.float32)
-        if not isinstance(loaded, DFlashDraftModel):
-            raise ValueError(
-                f"{start!r} is a `{type(loaded).__name__}`, but only drafters of the DFlash family can be trained."
-            )
-        return loaded
     vocab_size = model.config.get_text_config().vocab_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -296,6 +295,26 @@ def _drafter(
             block_size=block_size,
             window=length,
         )
+
+
+def _loaded_drafter(model: PreTrainedModel, start: str, head: str | None, seed: int) -> DFlashDraftModel:
+    """The drafter to go on from, in float32, or the one with a head on top of it."""
+    import torch
+
+    from ..drafter_kinds import load_drafter
+    from ..drafters import DFlashDraftModel
+    from ..training.head_alone import add_head
+
+    loaded = load_drafter(start, target_model=model, dtype=torch.float32)
+    if not isinstance(loaded, DFlashDraftModel):
+        raise ValueError(
+            f"{start!r} is a `{type(loaded).__name__}`, but only drafters of the DFlash family can be trained."
+        )
+    if head is None:
+        return loaded
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return add_head(loaded, head)  # type: ignore[arg-type]
 
 
 def _measure(

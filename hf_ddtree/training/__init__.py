@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .documents import Document, PackedDocuments, Rows, RowSource
     from .evaluation import Evaluation, Evaluator
     from .from_scratch import find_mask_token, new_drafter
+    from .head_alone import add_head
     from .trainer import DrafterTrainer
 
 # Where the names are; imported when they are first asked for, as only the trainer needs `accelerate`.
@@ -21,6 +22,7 @@ _HOMES = {
     "RowSource": ".documents",
     "Rows": ".documents",
     "TrainingConfig": ".config",
+    "add_head": ".head_alone",
     "find_mask_token": ".from_scratch",
     "new_drafter": ".from_scratch",
     "save_drafter": "..drafters.zlab.writing",
@@ -35,6 +37,7 @@ __all__ = [
     "RowSource",
     "Rows",
     "TrainingConfig",
+    "add_head",
     "find_mask_token",
     "new_drafter",
     "save_drafter",

@@ -76,6 +76,11 @@ def published_config(config: DFlashConfig, dtype: torch.dtype = torch.bfloat16) 
                 f"The drafter has `{name}` {getattr(config, name)}, which z-lab's layout has no key for. Save it with "
                 "`save_pretrained`, which `load_drafter` reads as well."
             )
+    if config.sample_from_anchor and not isinstance(config, (DSparkConfig, DominoConfig)):
+        raise ValueError(
+            "The drafter has `sample_from_anchor`, which z-lab's layout has no key for. Save it with "
+            "`save_pretrained`, which `load_drafter` reads as well."
+        )
     names = ["mask_token_id", "target_layer_ids"]
     names += [name for name, neutral in NEUTRAL.items() if getattr(config, name) != neutral]
     own = {name: getattr(config, name) for name in names}
@@ -95,11 +100,6 @@ def published_config(config: DFlashConfig, dtype: torch.dtype = torch.bfloat16) 
         architecture = "DominoDraftModel"
         own |= {name: getattr(config, name) for name in ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")}
         own |= {"shift_label": config.sample_from_anchor, "projector_type": "domino"}
-    elif config.sample_from_anchor:
-        raise ValueError(
-            "The drafter has `sample_from_anchor`, which z-lab's layout has no key for. Save it with "
-            "`save_pretrained`, which `load_drafter` reads as well."
-        )
     elif config.is_causal:
         own["causal_head"] = own.pop("is_causal")  # JetSpec's name
     return {
