@@ -74,7 +74,7 @@ def test_logits_over_rounds(
     for root in (3, 4, 9, 10, 30, 31, 40):
         expected = reference_block(theirs, features, token_ids, root)[1]
         got = our_logits(ours, target, cache, features[:, seen:root], token_ids[root])
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         seen = root
 
 
@@ -97,7 +97,7 @@ def test_padded_rows_under_a_window(reference: ModuleType, tmp_path: Path) -> No
         embedded = ours.embed(block, target.get_input_embeddings())
         hidden = ours(embedded, padded, positions, context_mask=mask)
         got = ours.compute_logits(hidden, target.get_output_embeddings())[0]
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_vocabulary_and_slots(reference: ModuleType, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_dflash2(reference: ModuleType, tmp_path: Path, from_anchor: bool, layer
         hidden = ours(ours.embed(block, target.get_input_embeddings()), features[:, seen:root], cache=cache)
         torch.testing.assert_close(hidden[0], expected_hidden, rtol=1e-5, atol=1e-5)
         logits = ours.compute_logits(hidden, target.get_output_embeddings())
-        torch.testing.assert_close(logits[0], expected_logits, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(logits[0], expected_logits, rtol=1e-5, atol=1e-5)
         slots = hidden[:, ours.config.first_slot :]
         candidates = logits[:, ours.config.first_slot :].topk(4).indices
         scores = ours.pair_scores(slots, token_ids[root : root + 1], candidates)

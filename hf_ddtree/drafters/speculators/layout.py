@@ -11,7 +11,8 @@ from ..config_keys import fields_of, refuse_unknown_keys, require_target_width
 
 # The types of the library that are not supported, and why.
 UNSUPPORTED_TYPES = {
-    "mtp": "it is a multi-token-prediction head",
+    "mtp": "its layers draft from the target's checkpoint; `speculators stitch-mtp` writes them there, and "
+    "`load_drafter` reads that one",
     "peagle": "it drafts from states of its own that no forward here keeps",
     "xpress": "its layers are not those of DFlash",
 }
