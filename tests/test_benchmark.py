@@ -199,7 +199,8 @@ def test_the_command_says_that_nothing_is_drawn_without_matplotlib(tmp_path: Pat
     monkeypatch.setattr("hf_ddtree.cli.bench.find_spec", lambda name: None)
     arguments = ["--limit", "1", "--max-new-tokens", "2", "--method", "tree:2", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "80"})
-    assert "No report.png is drawn, as matplotlib is not installed: pip install matplotlib." in result.stderr
+    message = "No report.png is drawn, as matplotlib is not installed: pip install 'hf-ddtree[plots]'."
+    assert message in " ".join(result.stderr.split())
     assert not (tmp_path / "report.png").exists()
 
 

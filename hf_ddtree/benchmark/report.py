@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from ..visualize import plots
 from . import tables
 from .summary import Summary, is_of, summarise
 
@@ -77,34 +79,33 @@ class Report:
             raise ValueError(f"{str(file)!r} is no report of a benchmark: {error!r}.") from error
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the speed of every method, and how many tokens its rounds emitted.
+        """Draws the speed of every method, alone and by nodes, the tokens that rounds emit, and where the time goes.
 
         Raises:
             ImportError: If `matplotlib` is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("Drawing a report needs the package `matplotlib`: pip install matplotlib.") from error
-
-        entries = [entry for entry in self.summaries() if entry.tokens_per_second is not None]
-        labels = [f"{entry.method} @ {entry.temperature:g}" for entry in entries]
-        figure = Figure(figsize=(11, 0.45 * len(entries) + 2), layout="constrained")
-        speed, lengths = figure.subplots(1, 2)
+        entries = {entry.label: entry for entry in self.summaries() if entry.tokens_per_second is not None}
+        figure = plots.new_figure(width=11, height=0.8 * len(entries) + 4)
+        (speed, by_nodes), (lengths, stages) = figure.subplots(2, 2)
         speeds = [
             [run["tokens"] / run["seconds"] for run in self.runs if is_of(run, entry) and "seconds" in run]
-            for entry in entries
+            for entry in entries.values()
         ]
-        speed.boxplot(speeds, orientation="horizontal", tick_labels=labels, showfliers=False)
+        speed.boxplot(speeds, orientation="horizontal", tick_labels=list(entries), showfliers=False)
         speed.set_xlabel("tokens per second")
         speed.invert_yaxis()
-        for entry, label in zip(entries, labels):
-            if entry.accepted_lengths:
-                total = sum(entry.accepted_lengths.values())
-                shares = [count / total for count in entry.accepted_lengths.values()]
-                lengths.plot(list(entry.accepted_lengths), shares, marker="o", label=label)
-        lengths.set_xlabel("tokens that a round emits")
-        lengths.set_ylabel("share of rounds")
-        if lengths.lines:
-            lengths.legend()
+        plots.draw_speed_by_nodes(by_nodes, self._speed_by_nodes(entries))
+        by_length = {label: entry.accepted_lengths for label, entry in entries.items() if entry.accepted_lengths}
+        plots.draw_accepted_lengths(lengths, by_length)
+        plots.draw_stages(stages, {label: entry.round_ms for label, entry in entries.items() if entry.round_ms})
         figure.savefig(path)
+
+    def _speed_by_nodes(self, entries: Mapping[str, Summary]) -> dict[str, tuple[float, float]]:
+        """Mean nodes per tree and median speed of the methods whose trees are known, and of standard decoding."""
+        points = {}
+        for label, entry in entries.items():
+            sizes = [size for run in self.runs if is_of(run, entry) for size in run.get("tree_sizes", ())]
+            is_plain = entry.method == self.about["settings"]["methods"][0]
+            if entry.tokens_per_second is not None and (sizes or is_plain):
+                points[label] = (statistics.mean(sizes or [0]), entry.tokens_per_second[1])
+        return points

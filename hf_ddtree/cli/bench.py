@@ -141,7 +141,9 @@ def _draw(messages: Console, report: Report, output: Path) -> None:
     if find_spec("matplotlib"):
         report.plot(output / "report.png")
     else:
-        messages.print("No report.png is drawn, as matplotlib is not installed: pip install matplotlib.")
+        messages.print(
+            "No report.png is drawn, as matplotlib is not installed: pip install 'hf-ddtree[plots]'.", markup=False
+        )
 
 
 def _load(
