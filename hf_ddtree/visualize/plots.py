@@ -87,7 +87,7 @@ def draw_accepted_lengths(axes: Axes, counts: Mapping[str, Mapping[int, int]]) -
         else:
             axes.plot(lengths, shares, marker="o", label=label)
     axes.set(xlabel="tokens that a round emits", ylabel="share of rounds")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     if len(counts) > 1:
         axes.legend()
 
