@@ -4,9 +4,11 @@ PYTHON ?= python3
 # One thread a worker: the models of the tests are too small for more.
 PYTEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST_FLAGS ?= --numprocesses logical --maxprocesses 8 --dist worksteal
+# What the site shows or links to.
+SITE := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples hub
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-oldest lint format clean
+.PHONY: demo test test-oldest lint format docs clean
 
 ## demo: complete held-out code by plain generate() and by ddtree, with the pair that ships
 demo: .venv/user.stamp
@@ -31,8 +33,14 @@ format: .venv/dev.stamp
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
+## docs: the site, in build/site, from the pages where they lie
+docs: .venv/dev.stamp
+	rm -rf build/docs build/site && mkdir -p build/docs
+	ln -s $(addprefix ../../,$(SITE)) build/docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+
 clean:
-	rm -rf .venv .venv-oldest
+	rm -rf .venv .venv-oldest build
 
 .venv/user.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

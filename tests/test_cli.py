@@ -2,12 +2,15 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
+import transformers
 from rich.console import Console
 from transformers import AutoTokenizer, GenerationMixin
 from transformers.utils import logging
@@ -39,21 +42,34 @@ def run(*arguments, charset="utf-8"):
 def test_version():
     result = run("--version")
     assert result.exit_code == 0
-    assert result.output.strip() == f"hf-ddtree {hf_ddtree.__version__}"
+    first, *others = result.output.splitlines()
+    assert first == f"hf-ddtree {hf_ddtree.__version__}"
+    assert f"torch {torch.__version__}" in others and f"transformers {transformers.__version__}" in others
 
 
 @pytest.mark.parametrize("module", ["hf_ddtree", "hf_ddtree.cli"])
 def test_runs_as_a_module(module):
     finished = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
-    assert (finished.returncode, finished.stdout, finished.stderr) == (0, f"hf-ddtree {hf_ddtree.__version__}\n", "")
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout.startswith(f"hf-ddtree {hf_ddtree.__version__}\npython ")
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["demo", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bench", "--help"], ["replay", "--help"]])
 def test_help_waits_for_no_model_library(arguments):
     code = "import sys; from hf_ddtree.cli import app\n"
     code += "try: app()\nfinally: print({'torch', 'transformers', 'numpy'} & set(sys.modules), file=sys.stderr)"
     finished = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert (finished.returncode, finished.stderr) == (0, "set()\n")
+
+
+@pytest.mark.parametrize("shell, words", [("bash", "COMP_WORDS"), ("zsh", "_TYPER_COMPLETE_ARGS")])
+def test_the_shell_completes_commands(shell, words):
+    # Completion is asked for by the name of the program.
+    code = "from hf_ddtree.cli import app; app(prog_name='hf-ddtree')"
+    asked = {"_HF_DDTREE_COMPLETE": f"complete_{shell}", words: "hf-ddtree rep", "COMP_CWORD": "1"}
+    environment = {**os.environ, **asked}
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "replay" in finished.stdout and "bench" not in finished.stdout, finished.stderr
 
 
 def test_help_lists_the_commands():
@@ -263,6 +279,7 @@ MEASURED = ("--max-new-tokens", "8", "--prompts", "1")
         ["demo", *MEASURED],
         ["demo", "--prompt", "# café ✓ 漢字\n", *MEASURED],
         ["check", "demo"],
+        ["doctor"],
         ["bench", "--limit", "1", "--max-new-tokens", "8", "--method", "tree:4"],
         ["bench", "--bûdget"],
     ],
