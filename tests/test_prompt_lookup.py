@@ -10,13 +10,15 @@ from helpers.generator_grid import CALLS, GRID, check_case
 from helpers.random_drafter import make_drafter
 from helpers.same_output import assert_same_cache, assert_same_details
 from helpers.side_by_side import make_prompt
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_ddtree
 from hf_ddtree import DDTreeConfig, DraftContext, DraftTree, TreeCandidateGenerator
 from hf_ddtree.candidate_generators import (
     CombinedTreeCandidateGenerator,
     PromptLookupTreeCandidateGenerator,
+    combined,
+    prompt_lookup,
 )
 from hf_ddtree.candidate_generators.context import VerifiedRound
 from hf_ddtree.candidate_generators.prompt_lookup import contexts_of, most_probable
@@ -438,9 +440,19 @@ class Fixed(TreeCandidateGenerator):
         ]
 
 
+class FixedLookup(Fixed):
+    """The same in place of a lookup."""
+
+    repeats = False
+    build = Fixed.propose
+
+    def take_in(self, context):
+        pass
+
+
 def test_a_budget_is_shared_by_probability():
     drafter = Fixed([50, 51, 52], [0, 1, 0], [-0.1, -3.0, -0.5])
-    lookup = Fixed([50, 53, 54], [0, 1, 2], [-0.4, -0.6, -0.7])
+    lookup = FixedLookup([50, 53, 54], [0, 1, 2], [-0.4, -0.6, -0.7])
     context = DraftContext(torch.tensor([[1, 2]]), [1])
     (tree,) = CombinedTreeCandidateGenerator(drafter, lookup).propose(context, 4)
     assert paths(tree) == [[50, 53, 54], [52]]
@@ -480,7 +492,7 @@ def test_the_drafter_keeps_its_state_between_turns(monkeypatch):
     def propose_nothing(generator, context, budget):
         return [DraftTree.root_only(root) for root in context.roots]
 
-    monkeypatch.setattr(PromptLookupTreeCandidateGenerator, "propose", propose_nothing)
+    monkeypatch.setattr(PromptLookupTreeCandidateGenerator, "build", propose_nothing)
     model = make_model("qwen3_5", "sdpa")
     drafter = make_drafter(model)
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
@@ -496,3 +508,91 @@ def test_the_drafter_keeps_its_state_between_turns(monkeypatch):
     # Where nothing is looked up, the drafts of the drafter tell what it knew.
     assert trees[0].token_ids.tolist() == trees[1].token_ids.tolist()
     assert trees[0].log_probs.tolist() == trees[1].log_probs.tolist()
+
+
+class Dictated(LogitsProcessor):
+    """Makes the target write a given text after its prompt."""
+
+    def __init__(self, tokens, first):
+        self._tokens, self._first = tokens, first
+
+    def __call__(self, input_ids, scores):
+        forced = torch.full_like(scores, -math.inf)
+        forced[:, self._tokens[input_ids.shape[1] - self._first]] = 0.0
+        return forced
+
+
+def dictate(text, num_rows=1, **arguments):
+    """Standard decoding and tree decoding of a dictated text, by a drafter and a lookup under 12 nodes."""
+    model = make_model("qwen3_5", "sdpa")
+    prompt = torch.cat([make_prompt(seed) for seed in range(num_rows)])
+    options = {
+        "max_new_tokens": len(text),
+        "logits_processor": LogitsProcessorList([Dictated(text, prompt.shape[1])]),
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "eos_token_id": None,
+    }
+    plain = model.generate(prompt, **options)
+    arguments = {"tree_lookup": True, "tree_budget": 12, "generation_strategy": "ddtree", **arguments}
+    return plain, model.generate(prompt, **options, **arguments)
+
+
+def text_of(length, seed=0):
+    return random.Random(seed).choices(range(2, VOCAB_SIZE), k=length)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_the_drafter_is_not_asked_where_a_long_match_is_followed(num_rows):
+    text = text_of(40)
+    model = make_model("qwen3_5", "sdpa")
+    plain, tree = dictate(text * 4, num_rows, assistant_model=make_drafter(model))
+    assert tree.sequences.tolist() == plain.sequences.tolist()
+    stats = tree.ddtree_stats
+    assert stats.accepted_lengths[-2 * num_rows - 1] == 13
+    skipped = stats.target_forwards - 1 - stats.draft_forwards
+    assert 5 <= skipped <= 120 / 13 + 3, (skipped, stats.accepted_lengths)
+    # Where the text repeats itself no more, the drafter has seen all of it.
+    plain, tree = dictate(text * 3 + text_of(30, seed=1), num_rows, assistant_model=make_drafter(model))
+    assert tree.sequences.tolist() == plain.sequences.tolist()
+    stats = tree.ddtree_stats
+    assert 5 <= stats.target_forwards - 1 - stats.draft_forwards < stats.target_forwards - 60
+
+
+def test_a_drafter_of_the_users_is_always_asked():
+    text = text_of(40)
+    asked = []
+
+    class Users(Fixed):
+        def propose(self, context, budget):
+            asked.append(context)
+            return super().propose(context, budget)
+
+    plain, tree = dictate(text * 3, candidate_generator=Users([5], [0], [-1.0]))
+    assert tree.sequences.tolist() == plain.sequences.tolist()
+    assert len(asked) == len(tree.ddtree_stats.accepted_lengths)
+
+
+def test_a_lookup_that_adds_nothing_pauses(monkeypatch):
+    """It learns in half of the rounds at most, what the target said where it said it, and resumes in time."""
+    monkeypatch.setattr(combined, "LEAST_GAIN", 0.5)
+    observed, roots = [], []
+    observe, contexts = PromptLookupTreeCandidateGenerator.observe, prompt_lookup.contexts_of
+    monkeypatch.setattr(
+        PromptLookupTreeCandidateGenerator,
+        "observe",
+        lambda self, verified: observed.append(None) or observe(self, verified),
+    )
+    monkeypatch.setattr(
+        prompt_lookup,
+        "contexts_of",
+        lambda tree, before: roots.append((*before[-2:], int(tree.token_ids[0]))) or contexts(tree, before),
+    )
+    text = text_of(150)
+    plain, tree = dictate(text + text[:60], candidate_generator=Fixed([1], [0], [-0.1]))
+    assert tree.sequences.tolist() == plain.sequences.tolist()
+    lengths = tree.ddtree_stats.accepted_lengths
+    assert len(observed) < 0.55 * len(lengths)
+    whole = tree.sequences[0].tolist()
+    assert set(roots) <= set(zip(whole, whole[1:], whole[2:]))
+    assert lengths[-2] > 8, lengths

@@ -88,7 +88,10 @@ class TreeCandidateGenerator(CandidateGenerator):
         """Called after each round, and after the prefill with the prompts' last tokens as roots; does nothing here."""
 
     def finish(self, context: DraftContext) -> None:
-        """Called after the last round, with what `propose` would get now."""
+        """Called after the last round, with what `propose` would get now.
+
+        Of the package's own generators also in place of `propose`, in a round that needs nothing of them.
+        """
 
     def _set_knobs(self, config: DDTreeConfig | None, default_length: int, longest: int | None = None) -> None:
         """Keeps the knobs, with the generator's own shape and draft length where they are None.

@@ -156,6 +156,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self._drafted = log_probs, token_ids
         if context is not None and self.successors is not None and self._calibration is not None:
             self.successors.take_in(context)
+            self.successors.learn()
             with self.building(), self.successors.reading():
                 return [
                     self._branching_tree(context, row, of_row, budget)

@@ -24,6 +24,8 @@ from .context import DraftContext, VerifiedRound
 
 # Lengths of matches that are told apart; shorter ones are contexts of the tables.
 MATCH_LENGTHS = (4, 8, 16, 32)
+# The least length of a match that is called long.
+LONG_MATCH = 8
 # Most matches in a text that are followed, the longest and most recent ones.
 MOST_MATCHES = 6
 # How often a match of each length is believed to be right before any was seen, and what that weighs in observations.
@@ -150,7 +152,7 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         return self.build(context, budget)
 
     def take_in(self, context: DraftContext) -> None:
-        """Learns from what has been emitted, and from what the target said meanwhile; once for each context."""
+        """Takes in what has been emitted; once for each context."""
         if self._taken_in is not None and self._taken_in() is context:
             return
         with self.building(), self.reading():
@@ -159,9 +161,25 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
             self._finished = finished if len(finished) == len(self._indices) else [False] * len(self._indices)
         self._taken_in = weakref.ref(context)
 
+    def learn(self) -> None:
+        """Learns from what the target said since the last context, once this one is taken in."""
+        with self.building(), self.reading():
+            self._learn_what_was_said()
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a long match is followed from the root of some row, once the context is taken in."""
+        with self.reading():
+            return any(
+                match.length >= LONG_MATCH and not finished
+                for index, finished in zip(self._indices, self._finished)
+                for match in self._matches(index)[:1]
+            )
+
     def build(self, context: DraftContext, budget: int) -> list[DraftTree]:
         """The trees, once the context is taken in."""
         with self.building(), self.reading():
+            self._learn_what_was_said()
             return [
                 DraftTree.root_only(root) if finished else self._build(index, budget)
                 for index, root, finished in zip(self._indices, context.roots, self._finished)
@@ -194,6 +212,7 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
     def finish(self, context: DraftContext) -> None:
         if self._memory is not None:
             self.take_in(context)
+            self.learn()
             with self._memory.lock:
                 for index in self._indices:
                     self._memory.add_text(index.tokens)
@@ -212,7 +231,7 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         return NgramIndex([length for length in lengths if length <= longest])
 
     def _take_in(self, context: DraftContext) -> None:
-        """Learns from what has been emitted and from what the target said meanwhile."""
+        """Learns from what has been emitted."""
         if len(self._indices) != len(context.input_ids):
             self._forget(len(context.input_ids))
         learned_by_target = bool(self._said)
@@ -230,7 +249,6 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
             else:
                 self._indices[row] = self._new_index()
                 self._extend(row, text, False)
-        self._learn_what_was_said()
 
     def _has_finished(self, context: DraftContext, row: int) -> bool:
         return bool(self._indices[row].tokens and context.emitted and not context.emitted[row])
