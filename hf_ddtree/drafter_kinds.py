@@ -15,6 +15,7 @@ from .candidate_generators.dflash2 import DFlash2TreeCandidateGenerator
 from .candidate_generators.eagle3 import Eagle3TreeCandidateGenerator
 from .candidate_generators.gemma4_assistant import Gemma4AssistantTreeCandidateGenerator
 from .candidate_generators.mtp import MTPTreeCandidateGenerator
+from .candidate_generators.peagle import PEagleTreeCandidateGenerator
 from .candidate_generators.sequential_head import SequentialHeadTreeCandidateGenerator
 from .configuration import DDTreeConfig
 from .drafters.causal_lm.checkpoint import CAUSAL_LM
@@ -30,6 +31,7 @@ from .drafters.kind import DrafterKind
 from .drafters.mtp.checkpoint import MTP
 from .drafters.native.checkpoint import NATIVE
 from .drafters.native.view import view_native
+from .drafters.peagle.checkpoint import PEAGLE
 from .drafters.speculators.layout import refuse_other_types
 from .interop.wrappers import unwrapped
 from .target.weights import execution_device
@@ -52,6 +54,7 @@ GENERATORS: Mapping[DrafterKind, Callable[[Any, PreTrainedModel, DDTreeConfig, A
     DOMINO: SequentialHeadTreeCandidateGenerator,
     DFLASH2: DFlash2TreeCandidateGenerator,
     DFLASH: DFlashTreeCandidateGenerator,
+    PEAGLE: PEagleTreeCandidateGenerator,
     EAGLE3: Eagle3TreeCandidateGenerator,
     GEMMA4_ASSISTANT: Gemma4AssistantTreeCandidateGenerator,
     CAUSAL_LM: CausalLMTreeCandidateGenerator,

@@ -54,6 +54,7 @@ def test_every_format_is_compared(parity: str) -> None:
                 ("dflash2", "DFlash 2"),
                 ("dspark", "DSpark"),
                 ("eagle3", "EAGLE-3"),
+                ("peagle", "P-EAGLE"),
             )
         ),
     ],

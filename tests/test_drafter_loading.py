@@ -135,7 +135,7 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "peagle"}, "speculators format with `speculators_model_type` 'peagle'"),
+        ({"speculators_model_type": "xpress"}, "speculators format with `speculators_model_type` 'xpress'"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 drafter, but its config.json has no"),
         ({"dflash_config": {"selector_rank": 8, "mask_token_id": 5}}, "DFlash 2 drafter, but"),
         ({"architectures": ["Qwen3Model"]}, r"no drafter.*\['Qwen3Model'\].*'qwen3'"),

@@ -34,12 +34,15 @@ from hf_ddtree.drafters.eagle3 import Eagle3Config, Eagle3DraftModel
 
 LLAMA = LlamaConfig(**SIZES | {"num_hidden_layers": 1}, rope_theta=5000.0)
 QWEN = Qwen3Config(**SIZES | {"num_hidden_layers": 1})
+WINDOWS = {"sliding_window": 5, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LLAMA, {}),
     "qwen": (QWEN, {"draft_vocab_size": VOCAB}),
     "two layers": (Qwen3Config(**SIZES), {"norm_before_residual": True}),
     "normalised features": (LLAMA, {"norm_before_fc": True, "norm_before_residual": True}),
     "normalised layers and outputs": (LLAMA, {"fc_norm": True, "norm_output": True}),
+    "windows": (Qwen3Config(**SIZES, **WINDOWS), {}),
+    "windows in llama": (LlamaConfig(**SIZES, **WINDOWS), {"norm_output": True}),
     "own embeddings": (QWEN, {"embed_requires_grad": True}),
 }
 LAYERS = [0, 1, 2]
@@ -174,7 +177,7 @@ def test_trees_over_rounds(reference: ModuleType, tmp_path: Path, variant: str) 
     tokens = torch.randint(1, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
     seen = [torch.zeros(1, 0, 3 * HIDDEN)] * 2
     places, deepest = [0, 0], 0
-    for new in ((7, 5), (1, 4), (4, 1)):
+    for new in ((7, 5), (1, 4), (4, 1), (2, 3)):
         features = torch.randn(2, max(new), 3 * HIDDEN)
         places = [place + more for place, more in zip(places, new)]
         seen = [torch.cat((old, features[row, : new[row]][None]), dim=1) for row, old in enumerate(seen)]
@@ -255,7 +258,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         ({"eagle_config": None}, r"`target_layer_ids` hold \[-1\]"),
         ({"eagle_config": {"parallel_drafting": True}}, "has 'parallel_drafting' in its `eagle_config`"),
         ({"mask_token_id": 3}, "has 'mask_token_id' in its config.json"),
-        ({"layer_types": ["sliding_attention"]}, r"`layer_types` holds \['sliding_attention'\], but only EAGLE-3"),
+        ({"layer_types": ["sliding_attention"]}, r"'layer_types' \['sliding_attention'\], which is not supported"),
     ],
 )
 def test_drafters_that_do_not_fit(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

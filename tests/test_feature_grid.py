@@ -25,6 +25,7 @@ from hf_ddtree.drafters.eagle3 import Eagle3Config, Eagle3DraftModel
 from hf_ddtree.drafters.gemma4_dspark import Gemma4DSparkConfig, Gemma4DSparkDraftModel
 from hf_ddtree.drafters.mtp.checkpoint import MTP_FAMILIES
 from hf_ddtree.drafters.mtp.model import MTPDrafter
+from hf_ddtree.drafters.peagle import PEagleConfig, PEagleDraftModel
 from hf_ddtree.target.layers import decoder_layers
 
 # Their layers give several hidden states per token.
@@ -88,6 +89,7 @@ MAKERS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
     ),
     "Domino": lambda target: DominoDraftModel(DominoConfig(**sizes_for(target), **BLOCK, emb_dim=8, gru_hidden_dim=8)),
     "EAGLE-3": lambda target: Eagle3DraftModel(Eagle3Config(**sizes_for(target), draft_vocab_size=None)),
+    "P-EAGLE": lambda target: PEagleDraftModel(PEagleConfig(**sizes_for(target), draft_length=5, mask_token_id=1)),
     "multi-token-prediction layers": make_mtp_layer,
     "assistant of Gemma 4": make_assistant,
 }

@@ -208,7 +208,7 @@ def test_maps_that_lead_astray(reference: ModuleType, tmp_path: Path) -> None:
         load_drafter(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["mtp", "peagle", "xpress", "new one"])
+@pytest.mark.parametrize("kind", ["mtp", "xpress", "new one"])
 def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": kind, "architectures": ["Any"]}))
     with pytest.raises(ValueError, match=f"`speculators_model_type` '{kind}', which is not supported: it.*Use one of"):

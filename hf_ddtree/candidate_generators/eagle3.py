@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..attention.mask import tree_attention_mask
 from ..configuration import DDTreeConfig
+from ..devices import on_device
 from ..drafters.eagle3 import Eagle3DraftModel
 from ..drafters.eagle3.checkpoint import check_eagle3_fits
 from ..target.cache_rows import CommittedRows
@@ -59,11 +60,26 @@ class Eagle3TreeCandidateGenerator(MTPTreeCandidateGenerator):
         return DynamicCache()
 
     def _run_layer(
-        self, layer: int, tree_batch: TreeBatch, rows: CommittedRows, hidden_states: Tensor, cache: DynamicCache
+        self,
+        layer: int,
+        tree_batch: TreeBatch,
+        rows: CommittedRows,
+        hidden_states: Tensor,
+        cache: DynamicCache,
+        num_committed: list[int],
     ) -> Tensor:
-        mask = tree_attention_mask(tree_batch, rows.num_cached, rows.mask())
+        masks = {}
+        for kind in set(self.drafter.config.layer_types):
+            window = self._window(tree_batch, num_committed) if kind == "sliding_attention" else None
+            before_root = None if window is None else rows.before_root()
+            masks[kind] = tree_attention_mask(tree_batch, rows.num_cached, rows.mask(), window, before_root)
         embeddings = self.drafter.embed(tree_batch.token_ids, self._embeddings)
-        return self.drafter(embeddings, hidden_states, rows.root_position_ids() + tree_batch.depths, mask, cache)
+        return self.drafter(embeddings, hidden_states, rows.root_position_ids() + tree_batch.depths, masks, cache)
+
+    def _window(self, tree_batch: TreeBatch, num_committed: list[int]) -> Tensor | int:
+        """The window of each node, which reaches back from the root: all depths of a draft see the same context."""
+        below_root = tree_batch.depths - on_device(num_committed, tree_batch.depths.device)[:, None]
+        return self.drafter.config.sliding_window + below_root.clamp(min=0)
 
     def _candidates(self, hidden_states: Tensor, width: int) -> tuple[Tensor, Tensor]:
         log_probs, token_ids = top_candidates(self.drafter.compute_logits(hidden_states), width)

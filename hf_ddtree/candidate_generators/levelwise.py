@@ -29,6 +29,14 @@ class LevelwiseTreeCandidateGenerator(TreeCandidateGenerator):
         """Most candidates below a node."""
         return min(budget, self.config.tree_top_k or budget)
 
+    def _num_levels(self, tokens_left: int | None) -> int:
+        """How deep trees may grow.
+
+        Args:
+            tokens_left: Most tokens that a row may still emit; None if it is not known. The last is the target's own.
+        """
+        return self._draft_length if tokens_left is None else max(0, min(self._draft_length, tokens_left - 1))
+
     def _grow(
         self, trees: list[GrowingTree], levels: Iterator[tuple[Tensor, Tensor]], tokens_left: int | None = None
     ) -> list[DraftTree]:
@@ -38,11 +46,9 @@ class LevelwiseTreeCandidateGenerator(TreeCandidateGenerator):
             trees: The trees, which hold their roots alone.
             levels: Yields for each level the log-probabilities and tokens of the candidates after the nodes of all
                 frontiers in turn, `(nodes, k)`, as `top_candidates` gives them.
-            tokens_left: Most tokens that a row may still emit; None if it is not known. The last is the target's own,
-                so levels beyond are not asked for.
+            tokens_left: As of `_num_levels`.
         """
-        depth = self._draft_length if tokens_left is None else max(0, min(self._draft_length, tokens_left - 1))
-        for log_probs, token_ids in itertools.islice(levels, depth):
+        for log_probs, token_ids in itertools.islice(levels, self._num_levels(tokens_left)):
             with self.building():
                 grow_level(trees, log_probs, token_ids)
             if not any(len(tree.frontier) for tree in trees):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -258,7 +258,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
                 stream.hidden_states[row] = stream.hidden_states[row].new_zeros((1, self.drafter.config.hidden_size))
 
     def _feed(
-        self, layer: int, trees: list[DraftTree], hidden_states: list[Tensor], counts: Sequence[int]
+        self, layer: int, trees: list[DraftTree], hidden_states: list[Tensor], counts: list[int]
     ) -> list[Tensor]:
         """One forward of a layer over one tree per row; keeps the first `counts` nodes of each in its cache.
 
@@ -268,7 +268,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         stream, rows = self.state.streams[layer], self.state.streams[layer].rows
         tree_batch = TreeBatch.from_trees(trees, self._device)
         padded = nn.utils.rnn.pad_sequence(hidden_states, batch_first=True)
-        outputs = self._run_layer(layer, tree_batch, rows, padded, stream.cache)
+        outputs = self._run_layer(layer, tree_batch, rows, padded, stream.cache, counts)
         preallocate(stream.cache)
         commit(stream.cache, TreePass(tree_batch, rows.lengths), [list(range(count)) for count in counts], rows)
         self.num_forwards += 1
@@ -279,9 +279,18 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         return _OneLayerCache()
 
     def _run_layer(
-        self, layer: int, tree_batch: TreeBatch, rows: CommittedRows, hidden_states: Tensor, cache: DynamicCache
+        self,
+        layer: int,
+        tree_batch: TreeBatch,
+        rows: CommittedRows,
+        hidden_states: Tensor,
+        cache: DynamicCache,
+        num_committed: list[int],
     ) -> Tensor:
-        """The outputs of a layer at the nodes of `tree_batch`, `(batch, n, hidden_size)`."""
+        """The outputs of a layer at the nodes of `tree_batch`, `(batch, n, hidden_size)`.
+
+        The first `num_committed` nodes of each row are a chain of committed tokens, with the root below it.
+        """
         position_ids = rows.root_position_ids() + tree_batch.depths
         embeddings = embedding_rows(self._embeddings, tree_batch.token_ids).to(self._device, self.drafter.dtype)
         return self.drafter(

@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "rms_norm_eps": 1e-5,
 }
-CLASSES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "Eagle3"}
+CLASSES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "Eagle3", "peagle": "PEagle"}
 
 
 def import_speculators() -> ModuleType:
@@ -54,7 +54,7 @@ def make_reference(
         **{
             "transformer_layer_config": layers,
             "draft_vocab_size": DRAFT_VOCAB,
-            **({"eagle_aux_hidden_state_layer_ids": AUX_LAYERS} if kind == "eagle3" else block),
+            **({"eagle_aux_hidden_state_layer_ids": AUX_LAYERS} if kind in ("eagle3", "peagle") else block),
             "speculators_config": speculators.SpeculatorsConfig(
                 algorithm=kind,
                 proposal_methods=[{"proposal_type": "greedy", "speculative_tokens": BLOCK - 1}],

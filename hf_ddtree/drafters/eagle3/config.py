@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
@@ -24,9 +22,6 @@ class Eagle3Config(Qwen3Config):
         fc_norm: Whether the features of each layer are normalised.
         norm_output: Whether the hidden states that are fed back are normalised.
         owns_embeddings: Whether the drafter has embeddings of its own.
-
-    Raises:
-        ValueError: If a layer has a sliding window.
     """
 
     model_type = "hf_ddtree_eagle3"
@@ -40,14 +35,6 @@ class Eagle3Config(Qwen3Config):
     fc_norm: bool = False
     norm_output: bool = False
     owns_embeddings: bool = False
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        if self.layer_types is not None and set(self.layer_types) != {"full_attention"}:
-            raise ValueError(
-                f"`layer_types` holds {sorted(set(self.layer_types))}, but only EAGLE-3 layers with full attention "
-                "are supported: those with a sliding window are trained to see the same context at every depth."
-            )
 
     @property
     def num_features(self) -> int:

@@ -7,6 +7,8 @@ as in the checkpoints of the speculators library, which has `layers.0` for `midl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -152,7 +154,7 @@ class Eagle3DraftModel(PreTrainedModel):
         inputs_embeds: Tensor,
         hidden_states: Tensor,
         position_ids: Tensor,
-        attention_mask: Tensor,
+        attention_masks: Mapping[str, Tensor],
         cache: DynamicCache,
     ) -> Tensor:
         """One pass over tokens or tree nodes.
@@ -162,7 +164,7 @@ class Eagle3DraftModel(PreTrainedModel):
             hidden_states: `(batch, length, hidden_size)`: for each token what `project` made of the features of the
                 one before it or, if that is drafted, the drafter's own output there.
             position_ids: `(batch, length)` int64.
-            attention_mask: `(batch or 1, 1, length, cached + length)` bool.
+            attention_masks: For each kind of layer `(batch or 1, 1, length, cached + length)` bool.
             cache: Takes up the keys and values.
 
         Returns:
@@ -170,8 +172,8 @@ class Eagle3DraftModel(PreTrainedModel):
         """
         cos, sin = self.rotary_emb(inputs_embeds, position_ids)
         rotary = cos[:, None], sin[:, None]
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, inputs_embeds, rotary, attention_mask, cache)
+        for layer, kind in zip(self.layers, self.config.layer_types):
+            hidden_states = layer(hidden_states, inputs_embeds, rotary, attention_masks[kind], cache)
         return self.norm(hidden_states) if self.config.norm_output else hidden_states
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

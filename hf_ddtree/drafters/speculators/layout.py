@@ -13,7 +13,6 @@ from ..config_keys import fields_of, refuse_unknown_keys, require_target_width
 UNSUPPORTED_TYPES = {
     "mtp": "its layers draft from the target's checkpoint; `speculators stitch-mtp` writes them there, and "
     "`load_drafter` reads that one",
-    "peagle": "it drafts from states of its own that no forward here keeps",
     "xpress": "its layers are not those of DFlash",
 }
 # What must be there, as the table of formats says it.
@@ -34,6 +33,8 @@ LAYOUT_KEYS = fields_of(PreTrainedConfig) | {
     *("has_no_defaults_at_init", "speculators_config", "speculators_model_type", "speculators_version"),
     *("target_hidden_size", "tie_word_embeddings", "transformer_layer_config"),
 }
+# Settings that the library writes for layers of every family.
+_OF_EVERY_FAMILY = ("layer_types", "sliding_window", "use_sliding_window")
 # Settings of the drafter's own layers.
 _LAYER_SETTINGS = (
     "attention_bias",
@@ -117,7 +118,8 @@ def read_layer_config(checkpoint: Checkpoint) -> PreTrainedConfig:
             "which this version of Transformers does not know. Install a newer one."
         )
     config_class = CONFIG_MAPPING[model_type]
-    refuse_unknown_keys(checkpoint, layers, fields_of(config_class), "`transformer_layer_config`")
+    known = fields_of(config_class).union(_OF_EVERY_FAMILY)
+    refuse_unknown_keys(checkpoint, layers, known, "`transformer_layer_config`")
     parsed = config_class.from_dict(layers)
     if missing := [setting for setting in _LAYER_SETTINGS if not hasattr(parsed, setting)]:
         raise ValueError(
