@@ -18,6 +18,8 @@ from transformers.generation import logits_process
 from .candidate_generators import TreeCandidateGenerator
 from .configuration import LOOKUP, STANDARD, STRATEGIES, DDTreeConfig
 from .drafters import DFlashDraftModel
+from .drafters.eagle3.model import Eagle3DraftModel
+from .drafters.mtp.model import MTPDrafter
 from .interop.generation import is_inherited
 from .process_defaults import check_drafts_for, process_defaults
 from .shared_drafters import attached_names
@@ -30,7 +32,7 @@ OWN_ARGUMENTS = ("candidate_generator", "draft_state", "draft_memory")
 DRAFTERS = ("assistant_model", "candidate_generator")
 
 # Those among them that Transformers' own assisted generation cannot use.
-OWN_DRAFTERS = (DFlashDraftModel, TreeCandidateGenerator)
+OWN_DRAFTERS = (DFlashDraftModel, Eagle3DraftModel, MTPDrafter, TreeCandidateGenerator)
 
 # Modes of Transformers that decode one sequence per row, token by token.
 GENERATION_MODES = ("greedy_search", "sample")

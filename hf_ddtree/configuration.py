@@ -138,7 +138,14 @@ class DDTreeConfig:
         """
         config, unknown = cls.from_kwargs(knobs)
         if unknown:
-            parameters = (*cls.knobs(), "assistant_model", "candidate_generator", "draft_state", "streamer")
+            parameters = (
+                *cls.knobs(),
+                "assistant_model",
+                "candidate_generator",
+                "draft_state",
+                "draft_memory",
+                "streamer",
+            )
             raise TypeError(
                 f"`{function}` has no argument {', '.join(map(repr, unknown))}."
                 f"{did_you_mean(next(iter(unknown)), parameters)} Its knobs are {', '.join(cls.knobs())}."

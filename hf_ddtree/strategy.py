@@ -25,7 +25,7 @@ from .decoding.batch import Batch
 from .decoding.choosing import PER_TOKEN_PROCESSORS, Chooser
 from .decoding.distributed import Processes
 from .decoding.loop import TreeDecoder
-from .decoding.sequences import LockstepRows
+from .decoding.sequences import RowGroup
 from .draft_memory import DraftMemory
 from .drafter_kinds import drafter_kind, make_candidate_generator
 from .interop.generation import (
@@ -102,24 +102,18 @@ class DDTreeDecoding:
         try:
             self._check_call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
             generator, policy = self._drafting_for(model)
-            prepare_cache(model, input_ids, generation_config, model_kwargs, policy)
+            _prepare_cache(model, input_ids, generation_config, model_kwargs, policy)
         except UnsupportedError as error:
             standard = standard_decoding(model, generation_config) if self.falls_back else None
             if standard is None:
                 raise
             warn_of_standard_decoding(error)
-            return standard(
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                synced_gpus=is_synced(model, self.synced_gpus),
-                **({} if self.streamer is None else {"streamer": self.streamer}),
-                **model_kwargs,
-            )
+            call = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria, **model_kwargs}
+            call |= {"generation_config": generation_config, "synced_gpus": is_synced(model, self.synced_gpus)}
+            return standard(input_ids, **call, **({} if self.streamer is None else {"streamer": self.streamer}))
         past = keeps_past(cache_of(model_kwargs))
-        batch = make_batch(
-            input_ids, logits_processor, stopping_criteria, generation_config, self.streamer, keeps_past=past
+        batch = _make_batch(
+            input_ids, logits_processor, stopping_criteria, generation_config, self.streamer, is_past_kept=past
         )
         processes = Processes(model, self.synced_gpus)
         chooser = Chooser(logits_processor, generation_config.do_sample, processes.agree)
@@ -161,8 +155,8 @@ class DDTreeDecoding:
         if drafter is not None:
             generator = make_candidate_generator(drafter, model, self.config, self.draft_state)
         merges = bool(self.config.tree_lookup)
-        wants_successors = isinstance(generator, DFlashTreeCandidateGenerator) and generator.wants_successors
-        if merges or (wants_successors and drafter is not None):
+        wants_lookup = isinstance(generator, DFlashTreeCandidateGenerator) and generator.wants_lookup
+        if merges or (wants_lookup and drafter is not None):
             config = self.config if merges else replace(self.config, tree_lookup="target")
             lookup = PromptLookupTreeCandidateGenerator(model, config, self.draft_memory)
             return lookup if generator is None else CombinedTreeCandidateGenerator(generator, lookup, config, merges)
@@ -276,7 +270,7 @@ def warn_of_standard_decoding(error: UnsupportedError) -> None:
     logger.warning_once("`generation_strategy` is set by default, but this call is decoded without it: " + str(error))
 
 
-def prepare_cache(
+def _prepare_cache(
     model: PreTrainedModel,
     input_ids: Tensor,
     generation_config: GenerationConfig,
@@ -307,13 +301,13 @@ def prepare_cache(
     check_cache(cache)
 
 
-def make_batch(
+def _make_batch(
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None,
-    keeps_past: bool,
+    is_past_kept: bool,
 ) -> Batch:
     """Makes the rows independent where that changes no result, and otherwise keeps them in lockstep.
 
@@ -324,7 +318,7 @@ def make_batch(
         all(type(processor) in ROW_WISE_PROCESSORS for processor in logits_processor)
         and all(type(criterion) in ROW_WISE_CRITERIA for criterion in stopping_criteria)
         and streamer is None
-        and not keeps_past
+        and not is_past_kept
         and not (
             generation_config.return_dict_in_generate
             and any(getattr(generation_config, name) for name in OUTPUTS_OF_ALL_ROWS)
@@ -332,6 +326,4 @@ def make_batch(
     )
     num_rows = len(input_ids)
     groups = [[row] for row in range(num_rows)] if independent else [list(range(num_rows))]
-    return Batch(
-        [LockstepRows(rows, input_ids[rows], stopping_criteria, generation_config, streamer) for rows in groups]
-    )
+    return Batch([RowGroup(rows, input_ids[rows], stopping_criteria, generation_config, streamer) for rows in groups])

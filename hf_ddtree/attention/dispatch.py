@@ -98,7 +98,7 @@ def _mamba2_step(
     z: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """What models call for a single token, a tree of nothing but its root; step, `A` and `D` come once a channel."""
+    """What models call for a single token, a tree of nothing but its root; step, `A` and `D` come once per channel."""
     D, dt_bias = (None if values is None else values[:, 0] for values in (D, dt_bias))
     inputs = hidden_states[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None]
     output, _state = _mamba2_chunk_scan(tree_pass, *inputs, state, D, dt_bias, dt_softplus)
@@ -146,7 +146,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-# What must be among the functions of a layer's module, for each kind of layer, known by how its class is called.
+# The functions that the module of each kind of layer must have. A kind is known by how its classes' names end.
 DELTA_RULE = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn")
 
 

@@ -22,7 +22,7 @@ class RoundCost:
         num_drafted: Drafted nodes of the largest tree that was verified; 0 if none was.
         accepted: For each row, the number of accepted drafted tokens.
         draft_seconds: Time to draft the trees and to choose their size; None if the drafter was not asked.
-        verify_seconds: Time from then until the accepted path is committed.
+        verify_seconds: Time from then until the accepted path is committed and all have learned from it.
     """
 
     num_cached: int

@@ -20,6 +20,9 @@ from ..tree.draft_tree import DraftTree
 from ..tree.shape import TreeShape
 from .context import DraftContext, VerifiedRound
 
+# Drafted nodes of the tree whose best chain Transformers' own assisted decoding gets.
+CHAIN_BUDGET = 16
+
 
 class TreeCandidateGenerator(CandidateGenerator):
     """Proposes a token tree per row and round.
@@ -43,7 +46,6 @@ class TreeCandidateGenerator(CandidateGenerator):
     learns: ClassVar[bool] = False
     build_seconds: float = 0.0
     num_forwards: int = 0
-    default_budget: ClassVar[int] = 16
     default_shape: ClassVar[TreeShape] = "best_first"
     # Where Transformers' own assisted decoding is.
     _num_candidates: int = 0
@@ -67,7 +69,7 @@ class TreeCandidateGenerator(CandidateGenerator):
         Args:
             cached_ids: `(batch, num_cached)`, the tokens in the target's cache; `(batch, 0)` if the caller passed only
                 those that follow.
-            num_cached: Number of tokens in the target's cache. The generator hears nothing more of them.
+            num_cached: Number of tokens in the target's cache. The generator is told nothing more of them.
         """
         self.build_seconds = 0.0
         self.num_forwards = 0
@@ -156,7 +158,7 @@ class TreeCandidateGenerator(CandidateGenerator):
             features = self._features_of(model_outputs, model_kwargs, int(n_last_matches))
             num_seen = self._num_seen
         num_features = [] if features is None else [features.shape[1]]
-        tree = self.propose(DraftContext(input_ids, [num_seen], features, num_features), self.default_budget)[0]
+        tree = self.propose(DraftContext(input_ids, [num_seen], features, num_features), CHAIN_BUDGET)[0]
         tokens = tree.best_chain().token_ids[1:].tolist()
         ends = (place for place, token in enumerate(tokens, start=1) if token in self.end_tokens)
         tokens = tokens[: next(ends, len(tokens))]

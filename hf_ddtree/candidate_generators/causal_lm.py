@@ -157,7 +157,7 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
     def _take_in(self, context: DraftContext) -> None:
         """Takes in the emitted tokens and commits the fed nodes among them; starts afresh with other sequences."""
         state = self.state
-        sequences = tokens_of(context)
+        sequences = [context.sequence(row) for row in range(len(context.input_ids))]
         if self._cached_elsewhere is not None:
             sequences = [torch.cat(parts) for parts in zip(self._cached_elsewhere, sequences)]
         if not state.continues(sequences):
@@ -262,11 +262,3 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
     def _known(self, token_ids: Tensor) -> Tensor:
         """The tokens, with token 0 in place of those that only the target's embedding table has."""
         return torch.where(token_ids < self._num_embeddings, token_ids, 0)
-
-
-def tokens_of(context: DraftContext) -> list[Tensor]:
-    """Per row its tokens without padding, `(length,)`, on the CPU."""
-    if context.attention_mask is not None:
-        return [ids[is_token].cpu() for ids, is_token in zip(context.input_ids, context.attention_mask)]
-    longest = max(context.root_positions)
-    return [ids[longest - seen :].cpu() for ids, seen in zip(context.input_ids, context.root_positions)]

@@ -34,7 +34,7 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
     have been without it, the lookup pauses with exponential backoff.
 
     A drafter whose distributions do not depend on the branch gets what the lookup knows of the target
-    (`DFlashTreeCandidateGenerator.successors`).
+    (`DFlashTreeCandidateGenerator.lookup`).
 
     Args:
         drafter: The generator whose state and features are used.
@@ -54,9 +54,9 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
         self._drafter = drafter
         self._lookup = lookup
         self._merges = merges
-        self._lends_tables = isinstance(drafter, DFlashTreeCandidateGenerator) and drafter.wants_successors
+        self._lends_tables = isinstance(drafter, DFlashTreeCandidateGenerator) and drafter.wants_lookup
         if self._lends_tables:
-            drafter.successors = lookup
+            drafter.lookup = lookup
         self._is_chain = config is not None and config.tree_shape == "chain"
         self.feature_layers = drafter.feature_layers
         self.reads_whole_prompt = drafter.reads_whole_prompt

@@ -52,18 +52,24 @@ class DraftContext:
         """The token of each row's root; without asking the device of `input_ids` if the host knows them."""
         return list(self.last_tokens) or self.input_ids[:, -1].tolist()
 
+    def sequence(self, row: int) -> Tensor:
+        """`(length,)` int64, a row's tokens without padding, on the CPU."""
+        if self.attention_mask is not None:
+            return self.input_ids[row, self.attention_mask[row]].cpu()
+        return self.input_ids[row, max(self.root_positions) - self.root_positions[row] :].cpu()
 
-def join_features(news: Sequence[tuple[Tensor | None, Sequence[int]]]) -> tuple[Tensor | None, list[int]]:
+
+def join_features(rounds: Sequence[tuple[Tensor | None, Sequence[int]]]) -> tuple[Tensor | None, list[int]]:
     """The features of several rounds, one after the other in each row.
 
     Args:
-        news: For each round the `features` and `num_features` of a `DraftContext`.
+        rounds: For each round the `features` and `num_features` of a `DraftContext`.
 
     Returns:
         The same for all of them.
     """
-    counts = [sum(of_row) for of_row in zip(*(counts for _, counts in news))]
-    parts = [features for features, _ in news if features is not None]
+    counts = [sum(of_row) for of_row in zip(*(counts for _, counts in rounds))]
+    parts = [features for features, _ in rounds if features is not None]
     if not parts:
         return None, counts
     if len(parts) == 1:
@@ -71,7 +77,7 @@ def join_features(news: Sequence[tuple[Tensor | None, Sequence[int]]]) -> tuple[
     if len(counts) == 1:
         return torch.cat(parts, dim=1), counts
     rows = [
-        torch.cat([part[row, : count[row]] for part, (_, count) in zip(parts, news)]) for row in range(len(counts))
+        torch.cat([part[row, : count[row]] for part, (_, count) in zip(parts, rounds)]) for row in range(len(counts))
     ]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), counts
 

@@ -54,14 +54,14 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         state: An earlier call's `draft_state`, if the sequences continue.
 
     Attributes:
-        wants_successors: Whether it builds better trees with `successors`.
-        successors: A lookup that others keep up to date with rounds, or None. Set before the first round.
+        wants_lookup: Whether it builds better trees with a `lookup`.
+        lookup: What others keep up to date with rounds, or None. Set before the first round.
 
     Raises:
         ValueError: If the drafter does not fit the target.
     """
 
-    successors: PromptLookupTreeCandidateGenerator | None = None
+    lookup: PromptLookupTreeCandidateGenerator | None = None
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self._is_conditional = drafter.is_conditional and self.config.tree_probabilities != "marginal"
         learns = self.config.calibrate and not self._is_conditional
         self._calibration = drafter.calibration if learns else None
-        self.wants_successors = (
+        self.wants_lookup = (
             learns
             and not drafter.is_conditional
             and self.config.tree_probabilities == "conditional"
@@ -154,10 +154,10 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         # The calibration learns on the host, so trees are built there as well.
         log_probs, token_ids, *states = self._on_host(log_probs, token_ids, *states)
         self._drafted = log_probs, token_ids
-        if context is not None and self.successors is not None and self._calibration is not None:
-            self.successors.take_in(context)
-            self.successors.learn()
-            with self.building(), self.successors.reading():
+        if context is not None and self.lookup is not None and self._calibration is not None:
+            self.lookup.take_in(context)
+            self.lookup.learn()
+            with self.building(), self.lookup.locked():
                 return [
                     self._branching_tree(context, row, of_row, budget)
                     for row, of_row in enumerate(zip(log_probs, token_ids))
@@ -175,24 +175,24 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         self, context: DraftContext, row: int, of_row: tuple[Tensor, Tensor], budget: int
     ) -> DraftTree:
         """A row's tree on the calibrated marginals and on what the target said after the last tokens of branches."""
-        assert self._calibration is not None and self.successors is not None
-        root, last_tokens = context.roots[row], self.successors.last_tokens(row)
+        assert self._calibration is not None and self.lookup is not None
+        root, last_tokens = context.roots[row], self.lookup.last_tokens(row)
         if last_tokens[-1] != root:  # the padding of a finished row
             self._branches.append(None)
             return DraftTree.root_only(root)
         calibrated, _, _ = self._calibration.calibrate(*of_row)
         powers = self._calibration.powers[context.do_sample]
-        branches = BranchCandidates(calibrated, of_row[1], self.successors.tables, powers, last_tokens)
+        branches = BranchCandidates(calibrated, of_row[1], self.lookup.tables, powers, last_tokens)
         self._branches.append(branches)
         return search_branches(branches, budget, self._shape, self.config.tree_top_k)
 
     def _on_host(self, *candidates: Tensor) -> list[Tensor]:
         """The candidates on the CPU; if there is more to read from the same device, with the same transfer."""
-        unread = [] if self.successors is None else self.successors.unread()
-        if self.successors is None or any(tensor.device != candidates[0].device for tensor in unread):
+        unread = [] if self.lookup is None else self.lookup.unread()
+        if self.lookup is None or any(tensor.device != candidates[0].device for tensor in unread):
             return on_host(*candidates)
         tensors = on_host(*candidates, *unread)
-        self.successors.bring(tensors[len(candidates) :])
+        self.lookup.bring(tensors[len(candidates) :])
         return tensors[: len(candidates)]
 
     def _candidates(self, hidden_states: Tensor, roots: Tensor, budget: int) -> tuple[Tensor, ...]:
@@ -207,11 +207,11 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
     def _learn(self, context: DraftContext) -> None:
         """Lets the calibration compare the last round's candidates with the emitted tokens."""
         if self._calibration is not None and self._drafted is not None:
-            for row, (log_probs, token_ids) in enumerate(zip(*self._drafted)):
-                if context.emitted and context.emitted[row]:
-                    self._calibration.learn(log_probs, token_ids, context.emitted[row][: len(log_probs)])
-        if self.successors is not None and context.emitted:
-            with self.successors.reading():
+            for emitted, log_probs, token_ids in zip(context.emitted, *self._drafted):
+                if emitted:
+                    self._calibration.learn(log_probs, token_ids, emitted[: len(log_probs)])
+        if self.lookup is not None and context.emitted:
+            with self.lookup.locked():
                 for branches, emitted in zip(self._branches, context.emitted):
                     if branches is not None:
                         branches.learn(emitted)

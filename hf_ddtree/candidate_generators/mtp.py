@@ -15,7 +15,7 @@ from transformers.modeling_layers import MtpModel
 from ..attention.mask import to_additive, tree_attention_mask
 from ..attention.tree_pass import TreePass
 from ..configuration import DDTreeConfig
-from ..drafters.mtp.model import MTPDrafter, check_mtp_fits, wrap_mtp_model
+from ..drafters.mtp.model import MTPDrafter, check_mtp_drafter_fits, wrap_mtp_model
 from ..interop.models import attention_implementation
 from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
@@ -28,7 +28,6 @@ from ..tree.draft_tree import DraftTree
 from ..tree.growing_tree import GrowingTree
 from ..tree.tree_batch import TreeBatch
 from .base import end_tokens_of
-from .causal_lm import tokens_of
 from .context import DraftContext
 from .known_sequences import KnownSequences
 from .levelwise import DEFAULT_DRAFT_LENGTH, LevelwiseTreeCandidateGenerator
@@ -100,7 +99,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
     ) -> None:
         if isinstance(drafter, MtpModel):
             drafter = wrap_mtp_model(drafter)
-        check_mtp_fits(drafter, target_model)
+        check_mtp_drafter_fits(drafter, target_model)
         self._decoder = target_model.get_decoder()
         self._head: nn.Module = target_model.get_output_embeddings()
         last = len(decoder_layers(target_model)) - 1
@@ -179,7 +178,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         if context.features is None:
             return
         hidden_states = context.features
-        tokens = [sequence.tolist() for sequence in tokens_of(context)]
+        tokens = [context.sequence(row).tolist() for row in range(len(context.input_ids))]
         counts = [min(count, len(known)) for count, known in zip(context.num_features, tokens)]
         if not state.streams:
             state.streams = [self._new_stream(len(tokens)) for _ in range(self._num_layers)]

@@ -36,7 +36,7 @@ MOST_OBSERVATIONS = 64
 TEXT_PROBABILITY = 0.9
 # Most children of a node; the least and the highest probability of one, given its parent.
 MOST_CHILDREN, LEAST_PROBABILITY, HIGHEST_PROBABILITY = 6, 0.001, 0.999
-# The least probability of a path that is told apart from less.
+# Paths that are less probable count as this probable.
 LEAST_PATH = 1e-30
 # Next tokens that are learned from each node.
 NUM_LEARNED = 8
@@ -155,7 +155,7 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         """Takes in what has been emitted; once for each context."""
         if self._taken_in is not None and self._taken_in() is context:
             return
-        with self.building(), self.reading():
+        with self.building(), self.locked():
             finished = [self._has_finished(context, row) for row in range(len(self._indices))]
             self._take_in(context)
             self._finished = finished if len(finished) == len(self._indices) else [False] * len(self._indices)
@@ -163,13 +163,13 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
 
     def learn(self) -> None:
         """Learns from what the target said since the last context, once this one is taken in."""
-        with self.building(), self.reading():
+        with self.building(), self.locked():
             self._learn_what_was_said()
 
     @property
     def repeats(self) -> bool:
         """Whether a long match is followed from the root of some row, once the context is taken in."""
-        with self.reading():
+        with self.locked():
             return any(
                 match.length >= LONG_MATCH and not finished
                 for index, finished in zip(self._indices, self._finished)
@@ -178,14 +178,14 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
 
     def build(self, context: DraftContext, budget: int) -> list[DraftTree]:
         """The trees, once the context is taken in."""
-        with self.building(), self.reading():
+        with self.building(), self.locked():
             self._learn_what_was_said()
             return [
                 DraftTree.root_only(root) if finished else self._build(index, budget)
                 for index, root, finished in zip(self._indices, context.roots, self._finished)
             ]
 
-    def reading(self) -> AbstractContextManager[Any]:
+    def locked(self) -> AbstractContextManager[Any]:
         """While it is entered, no other call changes the tables."""
         return nullcontext() if self._memory is None else self._memory.lock
 
@@ -242,7 +242,7 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
             if tokens and context.emitted and (tokens[-1], *context.emitted[row])[-1] == root:
                 self._extend(row, context.emitted[row], learned_by_target)
                 continue
-            text = _tokens_of(context, row)
+            text = context.sequence(row).tolist()
             compared = min(len(tokens), NUM_COMPARED)
             if compared and text[len(tokens) - compared : len(tokens)] == tokens[-compared:]:
                 self._extend(row, text[len(tokens) :], learned_by_target)
@@ -311,9 +311,10 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         drafted, parents, probs = [root], [-1], [1.0]
         # Of each node whose children are wanted: their tokens and probabilities, and what leads to them.
         parts: dict[int, tuple[list[int], list[float], tuple[int, ...], Sequence[Match], int]] = {}
-        # The best child of each node that is not drafted yet: priority, parent, rank among siblings, probability.
-        waiting: list[tuple[float, int, int, float]] = []
-        node, depth, on_spine, path = 0, 0, is_spine_first, 1.0
+        # The best child of each node that is not drafted yet: whether it is off the spine, its path's probability,
+        # negative, and its parent and rank among siblings.
+        waiting: list[tuple[bool, float, int, int]] = []
+        node, depth, on_spine, path_prob = 0, 0, is_spine_first, 1.0
         context: tuple[int, ...] = (-1, -1, *index.tokens[-3:])[-3:]
         matches: Sequence[Match] = self._matches(index)
         while True:
@@ -321,24 +322,23 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
                 tokens, likely = self._with_matches(context, matches, depth) if matches else successors(context)
                 if likely and likely[0] >= LEAST_PROBABILITY:
                     parts[node] = tokens, likely, context, matches, depth
-                    path *= min(likely[0], HIGHEST_PROBABILITY)
-                    heappush(waiting, (-path - on_spine, node, 0, path))
+                    path_prob *= min(likely[0], HIGHEST_PROBABILITY)
+                    heappush(waiting, (not on_spine, -path_prob, node, 0))
             if not waiting:
                 break
-            priority, parent, rank, path = heappop(waiting)
+            off_spine, cost, parent, rank = heappop(waiting)
+            on_spine, path_prob = not off_spine, -cost
             tokens, likely, context, matches, depth = parts[parent]
             token = tokens[rank]
             node = len(drafted)
             drafted.append(token)
             parents.append(parent)
-            probs.append(path)
+            probs.append(path_prob)
             if node == budget:
                 break
             rank += 1
             if rank < most_children and rank < len(likely) and likely[rank] >= LEAST_PROBABILITY:
-                sibling = probs[parent] * likely[rank]
-                heappush(waiting, (-sibling, parent, rank, sibling))
-            on_spine = priority < -1.0
+                heappush(waiting, (True, -probs[parent] * likely[rank], parent, rank))
             if matches:
                 matches = [match for match in matches if match.next_token(depth) == token]
             context = context[1], context[2], token
@@ -403,11 +403,3 @@ def contexts_of(tree: DraftTree, before: Sequence[int]) -> np.ndarray:
     parents = np.concatenate(((0, 0, 1), tree.parents.numpy()[1:] + 2))
     above = parents[2:]
     return np.stack((tokens[parents[above]], tokens[above], tokens[2:]), axis=1)
-
-
-def _tokens_of(context: DraftContext, row: int) -> list[int]:
-    """A row's tokens so far without padding."""
-    length = context.input_ids.shape[1]
-    first = max(0, length - context.root_positions[row] - 1)
-    tokens = context.input_ids[row, first:]
-    return tokens.tolist() if context.attention_mask is None else tokens[context.attention_mask[row, first:]].tolist()

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..tree.draft_tree import DraftTree
 from .choosing import Chooser
-from .sequences import LockstepRows
+from .sequences import RowGroup
 
 
 def accept_in_lockstep(
-    trees: Sequence[DraftTree], logits: Tensor, chooser: Chooser, sequences: LockstepRows, paths: Sequence[list[int]]
+    trees: Sequence[DraftTree], logits: Tensor, chooser: Chooser, group: RowGroup, paths: Sequence[list[int]]
 ) -> None:
     """Walks from the roots for as long as every row's tree holds what is emitted, and emits every choice.
 
@@ -28,15 +28,15 @@ def accept_in_lockstep(
         trees: The trees that were verified; their roots are the last emitted tokens.
         logits: `(rows, n, vocab)`, the target's logits after each node.
         chooser: Makes the target's choices.
-        sequences: Takes the emitted tokens.
+        group: Takes the emitted tokens.
         paths: For each row the root alone; the visited nodes are appended one by one, so that they are right even when
             a processor, a streamer or a stopping criterion raises.
     """
     chooser.set_logits(logits)
     while True:
-        emitted = None if chooser.chooses_per_node else sequences.token_ids
-        tokens = sequences.append(chooser.choose([path[-1] for path in paths], emitted))
-        if sequences.finished:
+        emitted = None if chooser.chooses_per_node else group.token_ids
+        tokens = group.append(chooser.choose([path[-1] for path in paths], emitted))
+        if group.finished:
             return
         children = [tree.child_with_token(path[-1], token) for tree, path, token in zip(trees, paths, tokens)]
         if None in children:

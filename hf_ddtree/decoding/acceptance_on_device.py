@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..tree.tree_batch import TreeBatch
 from .choosing import Choices, Chooser
-from .sequences import LockstepRows
+from .sequences import RowGroup
 
 
 class ChoicesOnDevice:
@@ -68,23 +68,23 @@ class ChoicesOnDevice:
         # For each row the nodes of its accepted path, parents first, and the token that follows each.
         self._paths = [[(node, token) for node, token in enumerate(row) if token >= 0] for row in rows]
 
-    def emit(self, sequences: LockstepRows, paths: Sequence[list[int]]) -> None:
+    def emit(self, group: RowGroup, paths: Sequence[list[int]]) -> None:
         """Emits the choices along the accepted paths up to the end of the shortest, as `accept_in_lockstep` does.
 
         Args:
-            sequences: Takes the emitted tokens.
+            group: Takes the emitted tokens.
             paths: For each of its rows the root alone; the visited nodes are appended one by one.
         """
-        accepted = [self._paths[row] for row in sequences.indices]
-        first, end = sequences.indices[0], sequences.indices[-1] + 1
+        accepted = [self._paths[row] for row in group.indices]
+        first, end = group.indices[0], group.indices[-1] + 1
         logits, scores = self._logits[first:end], None if self._scores is None else self._scores[first:end]
         for steps in zip(*accepted):
             nodes, chosen = [node for node, _ in steps], [token for _, token in steps]
             for path, node in zip(paths, nodes):
                 if node:
                     path.append(node)
-            emitted = sequences.append(Choices(chosen, nodes, logits, scores))
-            if sequences.finished or emitted != chosen:  # which differ where a finished row got padding
+            emitted = group.append(Choices(chosen, nodes, logits, scores))
+            if group.finished or emitted != chosen:  # which differ where a finished row got padding
                 return
 
     def rewind_rng(self, steps: int) -> None:

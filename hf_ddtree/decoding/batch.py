@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..tree.draft_tree import DraftTree
-from .sequences import LockstepRows
+from .sequences import RowGroup
 
 
 class Batch:
@@ -20,12 +20,12 @@ class Batch:
         groups: One of all rows, or one per row.
     """
 
-    def __init__(self, groups: Sequence[LockstepRows]) -> None:
+    def __init__(self, groups: Sequence[RowGroup]) -> None:
         self.groups = list(groups)
         self.num_rows = sum(len(group.indices) for group in groups)
 
     @property
-    def first(self) -> LockstepRows:
+    def first(self) -> RowGroup:
         """The first group. If scores or hidden states are kept, there is only this group."""
         return self.groups[0]
 
@@ -117,7 +117,7 @@ class Batch:
             group.end_stream()
 
 
-def _with_padding(group: LockstepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
+def _with_padding(group: RowGroup, trees: Sequence[DraftTree]) -> list[DraftTree]:
     """The trees of a group's rows, with those of finished rows replaced."""
     roots = group.steps[-1]
     if group.finished:

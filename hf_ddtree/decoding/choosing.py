@@ -111,20 +111,19 @@ class Chooser:
         if self._greedy is not None:
             tokens = [row[node] for row, node in zip(self._greedy, nodes)]
             return Choices(tokens, nodes, self._logits, self._scores)
-        choices = Choices([], nodes, self._logits, self._scores)
-        if not self.chooses_per_node:
-            assert emitted is not None
-            logits = choices.logits.to(copy=True, dtype=torch.float32, device=emitted.device)
-            scores = self._processors(emitted, logits)
-            choices = Choices([], [0] * len(nodes), logits[:, None], scores[:, None])
-        values = choices.logits if choices.all_scores is None else choices.scores
-        assert values is not None
+        if self.chooses_per_node:
+            values = rows_at(self._logits if self._scores is None else self._scores, nodes)
+            return Choices(self._choose(values), nodes, self._logits, self._scores)
+        assert emitted is not None
+        logits = rows_at(self._logits, nodes).to(copy=True, dtype=torch.float32, device=emitted.device)
+        scores = self._processors(emitted, logits)
+        return Choices(self._choose(scores), [0] * len(nodes), logits[:, None], scores[:, None])
+
+    def _choose(self, scores: Tensor) -> list[int]:
+        """A token for each row of `(rows, vocab)`."""
         if self.do_sample:
-            chosen = torch.multinomial(values.float().softmax(dim=-1), num_samples=1).squeeze(1)
-        else:
-            chosen = argmax(values)
-        choices.tokens = self.agree(chosen).tolist()
-        return choices
+            return self.agree(torch.multinomial(scores.float().softmax(dim=-1), num_samples=1).squeeze(1)).tolist()
+        return self.agree(argmax(scores)).tolist()
 
 
 def argmax(values: Tensor) -> Tensor:

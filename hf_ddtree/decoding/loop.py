@@ -51,7 +51,7 @@ class Round:
     Attributes:
         trees: One per row.
         num_cached: Tokens in the cache before it, of the longest row.
-        num_drafted: Drafted nodes of the largest proposed tree.
+        num_drafted: Drafted nodes of the largest tree to verify.
         num_graphs: Graphs that were compiled before it.
         draft_seconds: Time to propose the trees and to choose their size, None if nothing was asked for.
         proposed_at: When the trees were there, by `time.perf_counter`.
@@ -214,8 +214,8 @@ class TreeDecoder:
         """
         num_cached = self._target.rows.num_cached
         trees = self._batch.within_length(trees)
-        counted = [trees[row] for row in sorted(unfinished)] or trees
-        size = checked_nodes(self._policy, "nodes_to_verify", self._policy.nodes_to_verify(counted, num_cached))
+        asked = self._policy.nodes_to_verify([trees[row] for row in sorted(unfinished)] or trees, num_cached)
+        size = checked_nodes(self._policy, "nodes_to_verify", asked)
         trees = _best_nodes(trees, min(size, most_nodes, most_drafted(self._target.cache, num_cached)))
         return self._batch.with_padding(self._processes.agree_on_trees(trees))
 

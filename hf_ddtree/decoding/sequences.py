@@ -1,4 +1,4 @@
-"""The sequences of rows in lockstep: emitted tokens, their scores, the streamer, and where they must stop."""
+"""The sequences of a group of rows: emitted tokens, their scores, the streamer, and where they must stop."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
-class LockstepRows:
-    """Rows that are extended together, one token each at a time, exactly as standard decoding extends a batch.
+class RowGroup:
+    """Rows in lockstep, or a single one: extended by one token each at a time, exactly as standard decoding does it.
 
     Args:
         indices: Their places in the batch.

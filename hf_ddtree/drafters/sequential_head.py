@@ -15,6 +15,8 @@ class SequentialHeadDraftModel(DFlashDraftModel):
     A node of the tree has a state: what the head keeps of the tokens from the root to the node.
     """
 
+    is_conditional = True
+
     @abstractmethod
     def start_states(self, num_rows: int) -> Tensor:
         """`(num_rows, state_size)`, the states in front of the roots."""

@@ -14,6 +14,11 @@ from ..validation import require_positive_int
 from .draft_tree import DraftTree
 from .shape import TreeShape, require_tree_shape
 
+# Up to this many nodes a heap takes less time than arrays of all prefixes of a depth.
+FEW_NODES = 24
+# Up to this many pairs it takes less time to look at all of them than to find out which can be among the best.
+MANY_PAIRS = 2**13
+
 
 def build_tree(
     log_probs: Tensor,
@@ -94,10 +99,10 @@ def _depth_by_depth(
     for level, of_level in enumerate(costs):
         frontier = level_costs[-1]
         if states is None:
-            pair_parent, entry = _pairs_of_ranks(len(frontier), budget, width)
+            pair_parent, entry = _first_rank_pairs(len(frontier), budget, width)
         else:
             reach = len(frontier) if spine is not None else int(frontier.searchsorted(limit))
-            pair_parent, pair_rank = _pairs_by_state(in_state[:reach], budget, width)
+            pair_parent, pair_rank = _rank_pairs_by_state(in_state[:reach], budget, width)
             entry = in_state.take(pair_parent) * costs.shape[-1] + pair_rank
         pair_costs = frontier.take(pair_parent)
         pair_costs += of_level.take(entry)
@@ -212,7 +217,7 @@ def _chain(costs: np.ndarray, tokens: np.ndarray, root_token_id: int) -> DraftTr
 def _keep_spine(within: np.ndarray, pair_costs: np.ndarray, pair: int) -> tuple[np.ndarray, int | None]:
     """Adds the spine's next pair to the pairs `within` a level if it is not among them, and says where it is there.
 
-    None where the spine ends, because its next token has probability zero. A pair that was left out is dearer than
+    None where the spine ends, because its next token has probability zero. A pair that was left out costs more than
     those that were not, so they stay in order.
     """
     if pair_costs[pair] == np.inf:
@@ -223,7 +228,7 @@ def _keep_spine(within: np.ndarray, pair_costs: np.ndarray, pair: int) -> tuple[
     return np.append(within, pair), len(within)
 
 
-def _pairs_of_ranks(num_parents: int, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def _first_rank_pairs(num_parents: int, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """`rank_pairs` of the first parents alone."""
     parents, ranks, ends = rank_pairs(budget, width)
     return parents[: ends[num_parents]], ranks[: ends[num_parents]]
@@ -237,37 +242,31 @@ def rank_pairs(budget: int, width: int) -> tuple[np.ndarray, np.ndarray, list[in
         Parent ranks and candidate ranks, both `(pairs,)` int64, and for each number of parents, from 0 to `budget`,
         how many of the pairs come from that many first parents.
     """
-    parents, ranks = _pairs_of(np.arange(budget), budget, width)
+    parents, ranks = _pairs_within(np.arange(budget), budget, width)
     return parents, ranks, parents.searchsorted(np.arange(budget + 1)).tolist()
 
 
-def _pairs_by_state(in_state: np.ndarray, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def _rank_pairs_by_state(in_state: np.ndarray, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """`rank_pairs` where parents compete with those of their own state alone, for all of the parents.
 
     Args:
         in_state: `(parents,)` int64, the state of each parent, the best parent first.
     """
     if len(in_state) * width <= MANY_PAIRS:
-        return _all_pairs(len(in_state), width)
+        return _cached_all_pairs(len(in_state), width)
     order = in_state.argsort(kind="stable")
     by_state = in_state.take(order)
     ranks = np.empty_like(order)
     ranks[order] = np.arange(len(order)) - by_state.searchsorted(by_state)
-    return _pairs_of(ranks, budget, width)
-
-
-# Up to this many nodes a heap takes less time than arrays of all prefixes of a depth.
-FEW_NODES = 24
-# Up to this many pairs it takes less time to look at all of them than to find out which can be among the best.
-MANY_PAIRS = 2**13
+    return _pairs_within(ranks, budget, width)
 
 
 @lru_cache(maxsize=256)
-def _all_pairs(parents: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def _cached_all_pairs(parents: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(parents).repeat(width), np.tile(np.arange(width), parents)
 
 
-def _pairs_of(parent_ranks: np.ndarray, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def _pairs_within(parent_ranks: np.ndarray, budget: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     counts = np.minimum(budget // (parent_ranks + 1), width).clip(min=1)
     ends = counts.cumsum()
     parents = np.arange(len(counts)).repeat(counts)

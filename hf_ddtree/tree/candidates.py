@@ -13,7 +13,7 @@ def best_tokens(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
     Args:
         logits: `(..., depth, vocab)`, any floating dtype. Leading dimensions are rows of a batch.
-        top_k: Number of candidates a depth; a smaller vocabulary gives as many as it has. A tree of `budget` nodes
+        top_k: Number of candidates per depth; a smaller vocabulary gives as many as it has. A tree of `budget` nodes
             never holds a token that is not among the `budget` best of its depth.
 
     Returns:

@@ -26,7 +26,6 @@ class DominoDraftModel(SequentialHeadDraftModel):
     """
 
     config_class = DominoConfig
-    is_conditional = True
 
     def __init__(self, config: DominoConfig) -> None:
         super().__init__(config)

@@ -62,7 +62,7 @@ def wrap_mtp_model(model: MtpModel) -> MTPDrafter:
     return MTPDrafter(model.config, model.layers, getattr(model, "shared_post_norm", None))
 
 
-def check_mtp_fits(drafter: MTPDrafter, target_model: PreTrainedModel) -> None:
+def check_mtp_drafter_fits(drafter: MTPDrafter, target_model: PreTrainedModel) -> None:
     """Checks that MTP layers can draft for a target.
 
     Raises:
