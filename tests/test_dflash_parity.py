@@ -13,6 +13,10 @@ from transformers import DynamicCache, Qwen3Config
 from hf_ddtree.drafters import DFlashContextCache, DFlashDraftModel
 from hf_ddtree.drafters.checkpoint import Checkpoint
 from hf_ddtree.drafters.dflash.checkpoint import read_dflash_config
+from hf_ddtree.drafters.domino import DominoDraftModel
+from hf_ddtree.drafters.domino.checkpoint import read_domino_config
+from hf_ddtree.drafters.dspark import DSparkDraftModel
+from hf_ddtree.drafters.dspark.checkpoint import read_dspark_config
 
 reference = pytest.importorskip("dflash.model", reason="the parity tests need `pip install --no-deps dflash==0.1.0`")
 
@@ -115,6 +119,28 @@ def test_hidden_states_over_rounds(layout: str, is_causal: bool | None, layer_ty
         hidden = ours(block, features, torch.arange(root - count, root + BLOCK)[None], cache)
         torch.testing.assert_close(hidden, expected, atol=TOLERANCE, rtol=TOLERANCE)
         assert cache.get_seq_length() == root
+
+
+HEADS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "DSparkDraftModel": (read_dspark_config, DSparkDraftModel, {"markov_rank": 4, "enable_confidence_head": True}),
+    "DominoDraftModel": (read_domino_config, DominoDraftModel, {"emb_dim": 4, "gru_hidden_dim": 4}),
+}
+
+
+@pytest.mark.parametrize("architecture", HEADS)
+@torch.no_grad()
+def test_layers_below_a_head(architecture: str) -> None:
+    """The layers of DSpark's and Domino's drafters are those of DFlash."""
+    read_config, model_class, settings = HEADS[architecture]
+    config = checkpoint_config("new", architectures=[architecture])
+    theirs, _ = make_pair(config)
+    config["dflash_config"] |= settings
+    ours = model_class(read_config(Checkpoint("test", raw_config=config))).eval()
+    assert not ours.load_state_dict(theirs.state_dict(), strict=False).unexpected_keys
+    cache = DFlashContextCache()
+    for count, root, features, block, expected in rounds(theirs, COMMITTED):
+        hidden = ours(block, features, torch.arange(root - count, root + BLOCK)[None], cache)
+        torch.testing.assert_close(hidden, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_window_and_causality_change_the_result() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
+import hf_ddtree
 from hf_ddtree import DDTreeConfig, DraftContext, load_drafter
 from hf_ddtree.candidate_generators.peagle import PEagleTreeCandidateGenerator
 from hf_ddtree.drafters.peagle import PEagleConfig, PEagleDraftModel
@@ -178,6 +179,13 @@ def test_one_forward_for_a_tree_and_what_it_learns() -> None:
         assert stats.draft_forwards <= stats.target_forwards
         assert max(max(tree.depths.tolist()) for trees in stats.trees for tree in trees) <= 6
     assert not drafter.calibration.is_neutral
+
+
+def test_the_report_says_what_it_is(reference: ModuleType, tmp_path: Path) -> None:
+    theirs = make_theirs(reference, "llama")
+    theirs.save_pretrained(tmp_path)
+    report = hf_ddtree.check(make_target(theirs), tmp_path)
+    assert (report.drafter_kind, report.drafter_fits) == ("P-EAGLE", True)
 
 
 def make_drafter_of_the_library() -> nn.Module:
