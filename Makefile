@@ -5,7 +5,7 @@ PYTHON ?= python3
 PYTEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST_FLAGS ?= --numprocesses logical --maxprocesses 8 --dist worksteal
 # What the site shows or links to.
-SITE := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples hub
+SITE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE docs examples hub
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test test-oldest lint format docs clean

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..target.weights import execution_device
+from .weight_files import check_declared_size, check_finite, find_weight_files
 
 # Keywords of `from_pretrained` that say where the files are.
 LOCATION_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -87,14 +88,15 @@ class Checkpoint:
             **kwargs: Passed to `from_pretrained`.
 
         Raises:
-            ValueError: If the checkpoint lacks weights, holds some of another size than its config says, or unknown
-                ones that are refused.
+            ValueError: If the checkpoint lacks weights, holds some of another size than its config says, some that are
+                not finite, or unknown ones that are refused; or if its files are no safetensors.
         """
         options = self.options | kwargs
+        self._check_files(model_class, options)
         if target_model is not None:
             options.setdefault("dtype", target_model.dtype)
         # Sizes that do not match are in the information, where Transformers would say only that there are some.
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
         drafter, info = model_class.from_pretrained(self.path, **options)
         if mismatched := sorted((name, tuple(given), tuple(size)) for name, given, size in info["mismatched_keys"]):
             name, given, size = mismatched[0]
@@ -113,6 +115,16 @@ class Checkpoint:
                 f"The checkpoint {self.name!r} holds {len(unknown)} weights that a {type(drafter).__name__} does not "
                 f"have, e.g. {unknown[0]!r}, so it is a drafter of another kind. Use another drafter."
             )
+        check_finite(self.path, drafter)
         if target_model is not None and "device_map" not in options:
             drafter.to(execution_device(target_model.get_output_embeddings()))
         return drafter
+
+    def _check_files(self, model_class: Any, options: dict[str, Any]) -> None:
+        """Looks at the files before any weights are loaded; not at those of a GGUF file or a variant."""
+        if "gguf_file" in options or options.get("variant") is not None:
+            return
+        files = find_weight_files(self.path, self.location)
+        is_packed = "quantization_config" in self.raw_config or options.get("quantization_config") is not None
+        if files and not is_packed:
+            check_declared_size(self.path, files, model_class, options.get("config") or self.read_config())

@@ -25,7 +25,7 @@ def plot_stats(stats: DDTreeStats) -> Figure:
         stats: The `ddtree_stats` of an output.
 
     Returns:
-        A figure, which notebooks show and `savefig` writes.
+        A figure. `savefig` writes it, and notebooks show it after `%matplotlib inline`.
 
     Raises:
         ImportError: If `matplotlib` is not installed.

@@ -22,6 +22,7 @@ from ...target.layers import decoder_layers
 from ...target.weights import execution_device
 from ..checkpoint import Checkpoint
 from ..kind import LEVELWISE, DrafterKind, Format
+from ..weight_files import check_finite, names_in_index
 from .model import MTPDrafter, wrap_mtp_model
 
 # The path that stands for the checkpoint which the target was loaded from.
@@ -188,6 +189,7 @@ def _from_mtp_tensors(checkpoint: Checkpoint, target_model: PreTrainedModel) -> 
     dtype = checkpoint.options.get("dtype", target_model.dtype)
     dtype = dtype if isinstance(dtype, torch.dtype) else target_model.dtype
     layer.load_state_dict({name: tensor.to(dtype) for name, tensor in renamed.items()}, assign=True)
+    check_finite(checkpoint.path, layer)
     return MTPDrafter(config, nn.ModuleList([layer]))
 
 
@@ -204,12 +206,8 @@ def _mtp_files(checkpoint: Checkpoint) -> dict[str, list[str]]:
     """The files that hold `mtp.*` tensors, fetched if need be, and the names of these tensors in each."""
     path = checkpoint.path
     index = cached_file_if_any(path, "model.safetensors.index.json", **checkpoint.location)
-    if index is None:
-        holders = {"model.safetensors"}
-    else:
-        with open(index, encoding="utf-8") as file:
-            holders = {holder for name, holder in json.load(file)["weight_map"].items() if name.startswith("mtp.")}
-    files = (cached_file_if_any(path, holder, **checkpoint.location) for holder in sorted(holders))
+    holders = ["model.safetensors"] if index is None else names_in_index(path, index, of_tensors="mtp.")
+    files = (cached_file_if_any(path, holder, **checkpoint.location) for holder in holders)
     held = {}
     for file_name in filter(None, files):
         with safe_open(file_name, framework="pt") as file:

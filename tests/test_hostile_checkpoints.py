@@ -1,0 +1,164 @@
+"""Checkpoints that are broken or hostile: each is refused with the reason, runs no code, and takes no memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.native_pair import make_native_drafter
+from safetensors.torch import load_file, save_file
+
+import hf_ddtree
+from hf_ddtree.demo import demo_folders
+from hf_ddtree.drafters.checkpoint import Checkpoint
+from hf_ddtree.drafters.mtp.checkpoint import read_mtp_tensors
+
+
+class Bomb:
+    """Unpickling it would fail the test."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('code of a checkpoint ran')",)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the drafter that ships."""
+    return Path(shutil.copytree(demo_folders()[1], tmp_path / "drafter"))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def change_weights(folder: Path, change: Any) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_ddtree.load_drafter(folder)
+
+
+def test_the_copy_loads(folder):
+    assert hf_ddtree.load_drafter(folder).num_parameters() > 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite(folder, bad):
+    def spoil(weights):
+        weights["norm.weight"][3] = bad
+
+    change_weights(folder, spoil)
+    refused(folder, "holds NaN or infinity in 'norm.weight'")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pkl"])
+def test_pickled_weights_are_not_opened(folder, name):
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Bomb()))
+    refused(folder, f"has its weights in '{name}'. Reading a pickled file can run any code")
+
+
+def test_pickled_weights_beside_safetensors_are_not_opened(folder):
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    hf_ddtree.load_drafter(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../outside.safetensors", "/etc/outside.safetensors", "sub/x.safetensors", "..\\x.safetensors", "..", "", 7],
+)
+def test_a_path_in_the_name_of_a_file(folder, name):
+    weights = folder / "model.safetensors"
+    names = list(load_file(weights))
+    shutil.copy(weights, folder.parent / "outside.safetensors")
+    weights.unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "names the file .* Only files beside the index")
+
+
+def test_the_index_of_a_target_with_layers_that_draft(folder):
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"mtp.fc.weight": "../outside.safetensors", "norm.weight": "model.safetensors"}})
+    )
+    with pytest.raises(ValueError, match="names the file '../outside.safetensors'"):
+        read_mtp_tensors(Checkpoint(folder))
+
+
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": 3}', "{", '{"weight_map": null}'])
+def test_an_index_that_is_none(folder, index):
+    (folder / "model.safetensors.index.json").write_text(index)
+    refused(folder, "The index of the checkpoint .* cannot be read")
+
+
+@pytest.mark.parametrize(
+    "size, value",
+    [
+        ("num_hidden_layers", 10**6),
+        ("hidden_size", 10**6),
+        ("intermediate_size", 10**10),
+        ("vocab_size", 10**11),
+        ("intermediate_size", 2**62),
+    ],
+)
+def test_a_giant_size_in_the_config(folder, size, value):
+    """More than any machine has: it would be noticed."""
+    layers = {"layer_types": None} if size == "num_hidden_layers" else {}
+    change_config(folder, **{size: value}, **layers)
+    refused(folder, "declares .*, but its weights are")
+
+
+@pytest.mark.parametrize("length", [2**62, 10**9])
+def test_a_giant_size_in_the_header_of_the_weights(folder, length):
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", length) + b"{}")
+    refused(folder, "is no valid safetensors file")
+
+
+def test_a_tensor_that_declares_more_than_there_is(folder):
+    entry = {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}
+    header = json.dumps({"norm.weight": entry}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+    refused(folder, "is no valid safetensors file")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x04\x95"])
+def test_weights_that_are_something_else(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, "is no valid safetensors file")
+
+
+def test_weights_of_another_shape(folder):
+    def transpose(weights):
+        weights["fc.weight"] = weights["fc.weight"].T.contiguous()
+
+    change_weights(folder, transpose)
+    refused(folder, r"of another size than its config.json says, e.g. 'fc.weight'")
+
+
+def test_code_beside_the_weights_is_not_run(folder):
+    for module in ("configuration_drafter", "modeling_drafter"):
+        (folder / f"{module}.py").write_text("raise SystemExit('code of a checkpoint ran')\n")
+    names = {"AutoConfig": "configuration_drafter.Config", "AutoModel": "modeling_drafter.Model"}
+    change_config(folder, auto_map=names)
+    hf_ddtree.load_drafter(folder, trust_remote_code=True)
+
+
+def test_a_drafter_in_a_class_of_transformers(tmp_path):
+    drafter = make_native_drafter()
+    drafter.save_pretrained(tmp_path)
+    hf_ddtree.load_drafter(tmp_path)
+    with torch.no_grad():
+        next(drafter.parameters()).fill_(float("nan"))
+    drafter.save_pretrained(tmp_path)
+    refused(tmp_path, "holds NaN or infinity")
