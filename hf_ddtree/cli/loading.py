@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .options import check_repository
 
@@ -61,3 +62,18 @@ def choose_prompts(tokenizer: PreTrainedTokenizerBase, prompt: str | None, count
     if tokenizer.chat_template:
         return [("a question", question) for question in QUESTIONS[:count]]
     return [(entry["module"], entry["prompt"]) for entry in varied_prompts()[:count]]
+
+
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """An option that is an object in JSON.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`{name}` is no JSON: {error.msg} at column {error.colno}.") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"`{name}` must be an object in JSON, but is {text}.")
+    return options

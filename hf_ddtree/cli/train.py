@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
+from .loading import json_object
 from .options import DeviceMap, Dtype, Target, check_repository, usage_error
 from .terminal import make_console
 from .training_table import LiveTable
@@ -55,7 +55,7 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Steps of the optimizers.")] = 1000,
     minutes: Annotated[float | None, typer.Option(help="Train so long, in place of `--steps`.")] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(help="Its peak.", show_default="1e-3; of all of a drafter in `--from` 2e-4")
+        float | None, typer.Option(help="Its peak.", show_default="1e-3; with `--from` 2e-4; with `--head` 5e-3")
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a step, for each process.")] = 8,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a row.")] = 1024,
@@ -111,7 +111,7 @@ def train(
             minutes=minutes,
             rows=rows,
             anchors=anchors,
-            learning_rate=learning_rate or (1e-3 if start is None or head is not None else 2e-4),
+            learning_rate=learning_rate or (5e-3 if head is not None else 1e-3 if start is None else 2e-4),
             loss=loss,  # type: ignore[arg-type]
             weights=weights,  # type: ignore[arg-type]
             distribution_share=distribution_share,
@@ -155,7 +155,7 @@ def _errors_as_messages(messages: Console, output: Path) -> Iterator[None]:
 def _reading(template_options: str, skip_bad_lines: bool, messages: Console) -> dict[str, Any]:
     """How files are read, as `read_documents` and `read_prompts` take it."""
     return {
-        "template_options": _json_object(template_options),
+        "template_options": json_object("template_options", template_options),
         "on_bad_line": "skip" if skip_bad_lines else "raise",
         "on_skip": lambda wrong: messages.print(Text(f"left out: {wrong}")),
     }
@@ -252,16 +252,6 @@ def _writing(progress: WritingProgress) -> Text:
         f"The target answers: {progress.done} of {progress.total} prompts, "
         f"{progress.tokens_per_second:.0f} tokens/s{left}"
     )
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`template_options` is no JSON: {error.msg} at column {error.colno}.") from error
-    if not isinstance(options, dict):
-        raise ValueError(f"`template_options` must be an object in JSON, but is {text}.")
-    return options
 
 
 def _target_folder(target: str) -> str:

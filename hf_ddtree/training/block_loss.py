@@ -89,10 +89,15 @@ class BlockLoss(nn.Module):
         Returns:
             `()`, the sum over all slots of their weighted losses; and what else there is to tell.
         """
+        return self.compare(self.draft(rows, features, anchors), rows, anchors, is_used, target_logits)
+
+    def compare(
+        self, hidden_states: Tensor, rows: Rows, anchors: Tensor, is_used: Tensor, target_logits: Tensor | None = None
+    ) -> tuple[Tensor, BlockStatistics]:
+        """What `forward` gives, of what `draft` has given."""
         drafter = self.drafter
         depth = drafter.config.draft_length
         places, labels, counts = labels_behind(rows, anchors, is_used, depth)
-        hidden_states = self.draft(rows, features, anchors)
         row, block = is_used.nonzero(as_tuple=True)
         if len(row) == 0:  # a block that does not count, so that each weight has a gradient, as other processes expect
             row = block = torch.zeros(1, dtype=torch.int64, device=is_used.device)

@@ -81,7 +81,8 @@ class Evaluator:
         usable = [number for number, document in enumerate(documents) if document.is_counted[2:].any()]
         if not usable:
             raise ValueError(f"None of the {len(documents)} `documents` has a token to predict. Give longer texts.")
-        self._rows = {number: PackedDocuments([documents[number]], length) for number in usable}
+        lengths = {number: min(length, len(documents[number])) for number in usable}
+        self._rows = {number: PackedDocuments([documents[number]], lengths[number]) for number in usable}
         if features is not None and max(map(len, self._rows.values())) > 1:
             raise ValueError(
                 f"`features` are given, but a document is longer than `length`, {length}. Raise `length`."
@@ -113,9 +114,10 @@ class Evaluator:
                     hidden_states = []
                     for chunk in anchors.split(BLOCKS):
                         used = torch.ones_like(chunk[None], dtype=torch.bool)
-                        statistics = loss(rows, features, chunk[None], used)[1].packed()
+                        drafted = loss.draft(rows, features, chunk[None])
+                        statistics = loss.compare(drafted, rows, chunk[None], used)[1].packed()
                         sums = statistics if sums is None else sums + statistics
-                        hidden_states.append(loss.draft(rows, features, chunk[None])[0])
+                        hidden_states.append(drafted[0])
                     states = torch.cat(hidden_states)
                     for name, generator in generators.items():
                         lengths = _replay(generator, budgets[name], rows, anchors, states)
