@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
+from hf_ddtree.decoding import acceptance_on_device
 from hf_ddtree.decoding.acceptance import accept_in_lockstep
 from hf_ddtree.decoding.acceptance_on_device import ChoicesOnDevice
 from hf_ddtree.decoding.choosing import Chooser, argmax
@@ -61,8 +64,9 @@ def same(one, other):
     do_sample=st.booleans(),
     warped=st.booleans(),
     num_steps=st.sampled_from((1, 2, 99)),
+    slice_size=st.sampled_from((1, 5 * VOCAB_SIZE, 2**24)),
 )
-def test_rows_in_lockstep(seed, rows, budget, do_sample, warped, num_steps):
+def test_rows_in_lockstep(seed, rows, budget, do_sample, warped, num_steps, slice_size):
     generator = torch.Generator().manual_seed(seed)
     trees = [random_tree(generator, max(0, budget - 3 * row)) for row in range(rows)]
     batch = TreeBatch.from_trees(trees, CPU)
@@ -77,7 +81,8 @@ def test_rows_in_lockstep(seed, rows, budget, do_sample, warped, num_steps):
 
     torch.manual_seed(seed)
     depth = max(int(tree.depths.max()) for tree in trees)
-    ahead = ChoicesOnDevice(chooser, logits, batch if batch.num_nodes > 1 else None, depth, {})
+    with mock.patch.object(acceptance_on_device, "SLICE", slice_size):
+        ahead = ChoicesOnDevice(chooser, logits, batch if batch.num_nodes > 1 else None, depth, {})
     got, paths = Emitted(num_steps, rows), [[0] for _ in trees]
     ahead.emit(got, paths)
     ahead.rewind_rng(len(paths[0]))

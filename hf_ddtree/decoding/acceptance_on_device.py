@@ -20,6 +20,9 @@ from ..tree.tree_batch import TreeBatch
 from .choosing import Choices, Chooser
 from .sequences import RowGroup
 
+# Logits whose choices are made together: what is made of them in float32 takes a few times 64 MiB.
+SLICE = 2**24
+
 
 class ChoicesOnDevice:
     """The target's choices at all nodes of a round, and the paths that they accept.
@@ -42,14 +45,15 @@ class ChoicesOnDevice:
         self, chooser: Chooser, logits: Tensor, tree_batch: TreeBatch | None, depth: int, pad_tokens: Mapping[int, int]
     ) -> None:
         self._logits = logits
-        self._scores = chooser.scores_at_all_nodes(logits)
+        self._to_scores = chooser.to_scores
         self._random_states: list[Tensor] = []
-        scores = logits if self._scores is None else self._scores
-        if chooser.do_sample:
-            depths = None if tree_batch is None else tree_batch.depths.to(logits.device)
-            chosen = self._draw(scores.float().softmax(dim=-1), depths, depth)
-        else:
-            chosen = scores.argmax(dim=-1)
+        depths = logits.new_zeros(logits.shape[:2], dtype=torch.int64)
+        if tree_batch is not None:
+            depths = tree_batch.depths.to(logits.device)
+        races = self._races(1 + depth) if chooser.do_sample else None
+        step = max(1, SLICE // (len(logits) * logits.shape[2]))
+        slices = zip(logits.split(step, dim=1), depths.split(step, dim=1))
+        chosen = torch.cat([self._choose(*of_slice, races) for of_slice in slices], dim=1)
         for row, token in pad_tokens.items():
             chosen[row] = token
         chosen = chooser.agree(chosen)
@@ -77,13 +81,13 @@ class ChoicesOnDevice:
         """
         accepted = [self._paths[row] for row in group.indices]
         first, end = group.indices[0], group.indices[-1] + 1
-        logits, scores = self._logits[first:end], None if self._scores is None else self._scores[first:end]
+        logits = self._logits[first:end]
         for steps in zip(*accepted):
             nodes, chosen = [node for node, _ in steps], [token for _, token in steps]
             for path, node in zip(paths, nodes):
                 if node:
                     path.append(node)
-            emitted = group.append(Choices(chosen, nodes, logits, scores))
+            emitted = group.append(Choices(chosen, nodes, logits, self._to_scores))
             if group.finished or emitted != chosen:  # which differ where a finished row got padding
                 return
 
@@ -92,19 +96,23 @@ class ChoicesOnDevice:
         if steps < len(self._random_states):
             _set_random_state(self._logits.device, self._random_states[steps])
 
-    def _draw(self, probabilities: Tensor, depths: Tensor | None, depth: int) -> Tensor:
-        """`(batch, n)`, a token after each node, from `(batch, n, vocab)`."""
-        batch_size, _, vocab_size = probabilities.shape
-        device = probabilities.device
-        races = probabilities.new_empty((1 + depth, batch_size, vocab_size))
+    def _races(self, num_depths: int) -> Tensor:
+        """`(depths, batch, vocab)` float32, the random numbers of each depth's draw."""
+        batch_size, _, vocab_size = self._logits.shape
+        device = self._logits.device
+        races = self._logits.new_empty((num_depths, batch_size, vocab_size), dtype=torch.float32)
         for race in races:
             self._random_states.append(_random_state(device))
             race.exponential_()
-        if depths is None:
-            of_nodes = races.transpose(0, 1)
-        else:
-            of_nodes = races[depths, torch.arange(batch_size, device=device)[:, None]]
-        return (probabilities / of_nodes).argmax(dim=-1)
+        return races
+
+    def _choose(self, logits: Tensor, depths: Tensor, races: Tensor | None) -> Tensor:
+        """`(batch, n)`, a token after each of some nodes of these depths, from `(batch, n, vocab)`."""
+        scores = logits if self._to_scores is None else self._to_scores(logits)
+        if races is None:
+            return scores.argmax(dim=-1)
+        of_nodes = races[depths, torch.arange(len(logits), device=logits.device)[:, None]]
+        return (scores.float().softmax(dim=-1) / of_nodes).argmax(dim=-1)
 
 
 def _accepted_nodes(chosen: Tensor, tree_batch: TreeBatch) -> Tensor:

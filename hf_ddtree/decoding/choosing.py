@@ -39,13 +39,13 @@ class Choices:
         tokens: The chosen token of each row.
         nodes: The node of each row.
         all_logits: `(rows, n, vocab)`, what the target said after all nodes.
-        all_scores: The same in float32 after all processors, None if no processor had to run.
+        to_scores: What the processors make of `(rows, vocab)` logits, None if no processor had to run.
     """
 
     tokens: list[int]
     nodes: list[int]
     all_logits: Tensor
-    all_scores: Tensor | None
+    to_scores: Callable[[Tensor], Tensor] | None
 
     @property
     def logits(self) -> Tensor:
@@ -55,14 +55,14 @@ class Choices:
     @property
     def scores(self) -> Tensor | None:
         """`(rows, vocab)` float32 after all processors, None if no processor had to run."""
-        return None if self.all_scores is None else rows_at(self.all_scores, self.nodes)
+        return None if self.to_scores is None else self.to_scores(self.logits)
 
 
 class Chooser:
     """Chooses tokens as standard decoding does.
 
-    Processors that look at one row of scores alone run on all nodes at once. If there are others, the whole list runs
-    at the visited nodes only, in order, each time on the tokens emitted so far.
+    On the host one visited node after the other, as all processors then see what was emitted before. On an accelerator
+    at all nodes at once, where each processor looks at one row of scores alone.
 
     Args:
         logits_processor: The processors that `generate()` prepared.
@@ -88,16 +88,17 @@ class Chooser:
     def set_logits(self, logits: Tensor) -> None:
         """Takes a round's logits `(rows, n, vocab)`, what the target predicts after each node."""
         self._logits = logits
-        self._scores = self.scores_at_all_nodes(logits) if self.chooses_per_node else None
         self._greedy: list[list[int]] | None = None
-        if self.chooses_per_node and not self.do_sample:
-            self._greedy = self.agree(argmax(logits if self._scores is None else self._scores)).tolist()
+        if not self._processors and not self.do_sample:
+            self._greedy = self.agree(argmax(logits)).tolist()
 
-    def scores_at_all_nodes(self, logits: Tensor) -> Tensor | None:
-        """`(rows, n, vocab)` float32, the logits after processors that look at them alone; None if there are none."""
-        if not self._processors:
-            return None
-        flat = logits.flatten(0, 1).float()
+    @property
+    def to_scores(self) -> Callable[[Tensor], Tensor] | None:
+        """What processors that look at nothing else make of `(..., vocab)` logits, in float32; None without any."""
+        return self._scores_of if self._processors else None
+
+    def _scores_of(self, logits: Tensor) -> Tensor:
+        flat = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
         no_tokens = torch.zeros((len(flat), 1), dtype=torch.int64, device=logits.device)
         return self._processors(no_tokens, flat).view_as(logits)
 
@@ -110,14 +111,16 @@ class Chooser:
         """
         if self._greedy is not None:
             tokens = [row[node] for row, node in zip(self._greedy, nodes)]
-            return Choices(tokens, nodes, self._logits, self._scores)
-        if self.chooses_per_node:
-            values = rows_at(self._logits if self._scores is None else self._scores, nodes)
-            return Choices(self._choose(values), nodes, self._logits, self._scores)
-        assert emitted is not None
-        logits = rows_at(self._logits, nodes).to(copy=True, dtype=torch.float32, device=emitted.device)
-        scores = self._processors(emitted, logits)
-        return Choices(self._choose(scores), [0] * len(nodes), logits[:, None], scores[:, None])
+            return Choices(tokens, nodes, self._logits, None)
+        logits = rows_at(self._logits, nodes)
+        if not self._processors:
+            return Choices(self._choose(logits), nodes, self._logits, None)
+        if emitted is None:
+            scores = self._scores_of(logits)
+        else:
+            logits = logits.to(copy=True, dtype=torch.float32, device=emitted.device)
+            scores = self._processors(emitted, logits)
+        return Choices(self._choose(scores), [0] * len(nodes), logits[:, None], lambda _: scores)
 
     def _choose(self, scores: Tensor) -> list[int]:
         """A token for each row of `(rows, vocab)`."""
