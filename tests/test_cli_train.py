@@ -1,6 +1,7 @@
 """`hf-ddtree train`: from prompts to a drafter that loads, and on from where it was."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,13 +96,15 @@ def test_the_head_alone(tmp_path):
         (("--prompts", "missing.jsonl"), "There is no file or folder 'missing.jsonl'"),
         (("--prompts", "{bad}"), "line 1: the object has none of `prompt`"),
         (("--prompts", "{bad}", "--head", "dflash2"), "`--head` goes on top of a drafter that is trained already."),
+        (("--prompts", "{bad}", "--tensorboard"), "pip install tensorboard"),
         (("--prompts", "{bad}", "--kind", "eagle"), "`--kind` must be one of 'dflash'"),
         (("--prompts", "{bad}", "--loss", "l2"), "`--loss` must be one of 'cross_entropy'"),
         (("--prompts", "{bad}", "--template-options", "["), "`--template-options` is no JSON"),
         (("--prompts", "{bad}", "--from", "nowhere/at/all"), "The drafter 'nowhere/at/all' does not exist."),
     ],
 )
-def test_what_is_wrong_is_said(arguments, message, tmp_path):
+def test_what_is_wrong_is_said(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"question": "?"}\n')
     result = run("demo", "--output", tmp_path, *(str(part).replace("{bad}", str(bad)) for part in arguments))

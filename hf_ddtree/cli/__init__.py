@@ -9,7 +9,7 @@ import typer
 import hf_ddtree
 
 from ..environment import versions
-from . import bench, check, demo, doctor, replay, run, train
+from . import bench, check, demo, doctor, replay, report, run, train
 from .terminal import AnyEncodingGroup
 
 app = typer.Typer(
@@ -41,7 +41,7 @@ def main(
     """Token-tree speculative decoding for Transformers."""
 
 
-for command in (demo.demo, replay.replay, check.check, doctor.doctor, bench.bench, train.train):
+for command in (demo.demo, replay.replay, check.check, doctor.doctor, bench.bench, train.train, report.report):
     app.command()(command)
 app.command(context_settings=run.PASSED_ON)(run.serve)
 app.command(context_settings={**run.PASSED_ON, "allow_interspersed_args": False})(run.run)

@@ -36,6 +36,7 @@ OPTIONS = {
     "temperature": "--temperature",
     "temperatures": "--temperature",
     "template_options": "--template-options",
+    "tensorboard": "--tensorboard",
     "texts": "--texts",
     "tree_budget": "--tree-budget",
     "weights": "--weights",

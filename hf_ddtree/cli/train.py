@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +76,9 @@ def train(
     ] = "{}",
     skip_bad_lines: Annotated[bool, typer.Option(help="Leave out lines that cannot be used.")] = False,
     mixed_precision: Annotated[str, typer.Option(help="Of the drafter's products: no or bf16.")] = "no",
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Log for TensorBoard as well, in OUTPUT/tensorboard.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
@@ -100,8 +104,6 @@ def train(
         check_repository("target", target, "TARGET")
         if start is not None:
             check_repository("drafter", start, "--from")
-        from accelerate import Accelerator
-
         from ..drafters.zlab.writing import published_config
         from ..training import TrainingConfig
         from ..training.data import read_documents, read_prompts
@@ -117,7 +119,7 @@ def train(
             distribution_share=distribution_share,
             seed=seed,
         )
-        accelerator = Accelerator(mixed_precision=mixed_precision)
+        accelerator = _accelerator(mixed_precision, output if tensorboard else None)
         model, tokenizer = _load(target, dtype, device_map, accelerator)
         if start is None:
             drafter = _new_drafter(model, tokenizer, kind, layers, block_size, length, seed)
@@ -136,6 +138,7 @@ def train(
             evaluated, answers = _answers(model, measured, learnt, output, accelerator, messages, writing, sampling)
             documents = [*documents, *answers]
         _train(model, drafter, documents, evaluated, config, length, output, accelerator, console, messages)
+        accelerator.end_training()
         if measured:
             _measure(console, model, tokenizer, output, measured, max_new_tokens)
 
@@ -159,6 +162,19 @@ def _reading(template_options: str, skip_bad_lines: bool, messages: Console) -> 
         "on_bad_line": "skip" if skip_bad_lines else "raise",
         "on_skip": lambda wrong: messages.print(Text(f"left out: {wrong}")),
     }
+
+
+def _accelerator(mixed_precision: str, tensorboard: Path | None) -> Accelerator:
+    """Devices and processes; with a folder for TensorBoard's log, if there is to be one."""
+    from accelerate import Accelerator
+
+    if tensorboard is None:
+        return Accelerator(mixed_precision=mixed_precision)
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ImportError("`tensorboard` needs the package of that name: pip install tensorboard.")
+    accelerator = Accelerator(mixed_precision=mixed_precision, log_with="tensorboard", project_dir=tensorboard)
+    accelerator.init_trackers("tensorboard")
+    return accelerator
 
 
 def _load(

@@ -34,6 +34,19 @@ class RunLog:
                 file.write(json.dumps(entry) + "\n")
 
 
+def scalars_of(entry: dict[str, Any]) -> dict[str, float]:
+    """The numbers of an entry under names such as `held_out/tokens_per_forward/chain`, as trackers take them."""
+    scalars: dict[str, float] = {}
+    for name, value in entry.items():
+        if isinstance(value, list):
+            value = {str(place): one for place, one in enumerate(value, start=1)}
+        if isinstance(value, dict):
+            scalars |= {f"{name}/{inner}": number for inner, number in scalars_of(value).items()}
+        elif name != "step":
+            scalars[name] = float(value)
+    return scalars
+
+
 def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The entries of a log, without a last line that was cut off."""
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)

@@ -21,7 +21,7 @@ from .config import TrainingConfig
 from .documents import Rows, RowSource
 from .evaluation import Evaluation, Evaluator
 from .optimizers import build_optimizers, linear_schedule, set_learning_rate
-from .run_log import RunLog
+from .run_log import RunLog, scalars_of
 from .target_features import TargetFeatures
 
 try:
@@ -51,7 +51,8 @@ class DrafterTrainer:
             and after the last.
         output_dir: For checkpoints and `log.jsonl`. If there is a checkpoint, the run goes on from it. None keeps
             nothing.
-        accelerator: Devices, processes and mixed precision. By default what `accelerate` finds.
+        accelerator: Devices, processes and mixed precision. By default what `accelerate` finds. Its trackers, once
+            initialised, get the numbers of the log.
         on_log: Called in the main process with each entry of the log.
 
     Attributes:
@@ -250,5 +251,6 @@ class DrafterTrainer:
     def _write(self, entry: dict[str, Any]) -> None:
         if self._is_main:
             self._log.add(entry)
+            self._accelerator.log(scalars_of(entry), step=entry["step"])
             if self._on_log is not None:
                 self._on_log(entry)
