@@ -53,9 +53,9 @@ class DDTreeStats:
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    trees: list[list[DraftTree]] | None = None
-    accepted_paths: list[list[list[int]]] | None = None
-    target_probabilities: list[list[list[float]]] | None = None
+    trees: list[list[DraftTree]] | None = field(default=None, repr=False)
+    accepted_paths: list[list[list[int]]] | None = field(default=None, repr=False)
+    target_probabilities: list[list[list[float]]] | None = field(default=None, repr=False)
 
     @classmethod
     def keeping_trees(cls) -> DDTreeStats:
