@@ -42,7 +42,7 @@ def plant(folder, change_weights=None, drop=(), **settings):
     """A copy of the shipped drafter with other weights, or other settings in its config."""
     folder.mkdir(exist_ok=True)
     config = json.loads((SHIPPED / "config.json").read_text())
-    config["dflash_config"] |= settings
+    (config if "is_causal" in settings else config["dflash_config"]).update(settings)
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(SHIPPED / "model.safetensors")
     weights |= {} if change_weights is None else change_weights(weights)

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..drafters.speculators.writing import save_for_speculators
     from ..drafters.zlab.writing import save_drafter
     from .config import TrainingConfig
     from .documents import Document, PackedDocuments, Rows, RowSource
@@ -26,6 +27,7 @@ _HOMES = {
     "find_mask_token": ".from_scratch",
     "new_drafter": ".from_scratch",
     "save_drafter": "..drafters.zlab.writing",
+    "save_for_speculators": "..drafters.speculators.writing",
 }
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "find_mask_token",
     "new_drafter",
     "save_drafter",
+    "save_for_speculators",
 ]
 
 

@@ -90,7 +90,7 @@ def _position_faults(drafter: DFlashDraftModel) -> Iterator[KnownFault]:
     for is_causal in {True, False} - {config.is_causal}:
         yield KnownFault(
             f"blocks are {'causal' if is_causal else 'not causal'}",
-            f"Set `is_causal` to {is_causal} in `dflash_config` of its config.json.",
+            f"Set `is_causal` to {is_causal} in its config.json.",
             partial(_setting, drafter, "is_causal", is_causal),
         )
 

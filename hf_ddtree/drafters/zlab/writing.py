@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+from ..checkpoint_files import write_checkpoint
 from ..dflash import DFlashConfig, DFlashDraftModel
 from ..dflash2 import DFlash2Config
 from ..domino import DominoConfig
@@ -27,7 +25,7 @@ LAYERS = (
     *("use_sliding_window", "vocab_size"),
 )
 # Settings in `dflash_config` that say nothing where they have this value.
-NEUTRAL = {"is_causal": None, "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
 
 
 def save_drafter(
@@ -44,18 +42,7 @@ def save_drafter(
     Raises:
         ValueError: If the layout cannot say something of the drafter.
     """
-    config = published_config(drafter.config, dtype)
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-        for name, tensor in drafter.state_dict().items()
-    }
-    save_file(weights, path / "model.safetensors.partial", metadata={"format": "pt"})
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (path / "config.json.partial").write_text(text, encoding="utf-8")
-    for name in ("model.safetensors", "config.json"):
-        os.replace(path / f"{name}.partial", path / name)
+    write_checkpoint(drafter, published_config(drafter.config, dtype), folder, dtype)
 
 
 def published_config(config: DFlashConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -101,11 +88,13 @@ def published_config(config: DFlashConfig, dtype: torch.dtype = torch.bfloat16) 
         own |= {name: getattr(config, name) for name in ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")}
         own |= {"shift_label": config.sample_from_anchor, "projector_type": "domino"}
     elif config.is_causal:
-        own["causal_head"] = own.pop("is_causal")  # JetSpec's name
+        own["causal_head"] = True  # JetSpec's name
     return {
         "architectures": [architecture],
         "model_type": "qwen3",
         **{name: getattr(config, name) for name in LAYERS},
+        # The `dflash` package reads it here alone.
+        **({} if config.is_causal is None else {"is_causal": config.is_causal}),
         "block_size": config.block_size,
         "dflash_config": own,
         "dtype": str(dtype).removeprefix("torch."),
