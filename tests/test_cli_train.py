@@ -45,7 +45,14 @@ def test_from_prompts_to_a_drafter(tmp_path):
     result = run("demo", "--prompts", prompts, "--output", folder, "--steps", 2, *SMALL)
     assert result.exit_code == 0, result.output
     assert "tokens per forward after step 2: chain" in result.output and "plain" in result.output
-    assert sorted(path.name for path in (folder / "drafter").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (folder / "drafter").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
+    card = (folder / "drafter" / "README.md").read_text()
+    assert "| tree:16 |" in card and "2 steps in" in card and str(tmp_path) not in card
+    assert str(hf_ddtree.demo.demo_folders()[0]) not in card and "# A drafter for target" in card
     drafter = hf_ddtree.load_drafter(folder / "drafter", target_model=load_demo()[0])
     assert (drafter.config.block_size, drafter.config.sliding_window, drafter.config.mask_token_id) == (4, 128, 2)
     summaries = Report.load(folder / "bench").summaries()

@@ -76,6 +76,9 @@ def train(
     ] = "{}",
     skip_bad_lines: Annotated[bool, typer.Option(help="Leave out lines that cannot be used.")] = False,
     mixed_precision: Annotated[str, typer.Option(help="Of the drafter's products: no or bf16.")] = "no",
+    push_to_hub: Annotated[
+        str | None, typer.Option(help="A repository of the Hub to upload the drafter to, with its card.")
+    ] = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Log for TensorBoard as well, in OUTPUT/tensorboard.")
     ] = False,
@@ -139,8 +142,9 @@ def train(
             documents = [*documents, *answers]
         _train(model, drafter, documents, evaluated, config, length, output, accelerator, console, messages)
         accelerator.end_training()
-        if measured:
-            _measure(console, model, tokenizer, output, measured, max_new_tokens)
+        speeds = _measure(console, model, tokenizer, output, measured, max_new_tokens) if measured else ""
+        if accelerator.is_main_process:
+            _publish(console, output, drafter, config, target, start, speeds, push_to_hub)
 
 
 @contextmanager
@@ -330,13 +334,39 @@ def _measure(
     output: Path,
     prompts: list[list[int]],
     max_new_tokens: int,
-) -> None:
-    """Decodes the held-out prompts with the drafter as it was saved."""
+) -> str:
+    """Decodes the held-out prompts with the drafter as it was saved; returns the speeds in Markdown."""
     from ..benchmark import benchmark, make_methods
     from ..drafter_kinds import load_drafter
+    from ..training.card import speed_lines
 
     saved = load_drafter(output / "drafter", target_model=model)
     methods = make_methods(METHODS, {"drafter": saved})
     report = benchmark(model, tokenizer, prompts, methods, max_new_tokens=max_new_tokens, output_dir=output / "bench")
     if (output / "bench" / "report.json").exists():
         console.print(report.table())
+    rows = [
+        (entry.method, entry.tokens_per_second[1], (entry.speedup or (1.0, 1.0, 1.0))[1], entry.tokens_per_forward)
+        for entry in report.summaries()
+        if entry.tokens_per_second is not None
+    ]
+    return speed_lines(rows)
+
+
+def _publish(
+    console: Console,
+    output: Path,
+    drafter: DFlashDraftModel,
+    config: TrainingConfig,
+    target: str,
+    start: str | None,
+    speeds: str,
+    repository: str | None,
+) -> None:
+    """Writes the drafter's card, and uploads both if a repository is named."""
+    from ..training.card import push_drafter, write_card
+    from ..training.report import read_run
+
+    write_card(output / "drafter", read_run(output), drafter.config, config, target, start, speeds)
+    if repository is not None:
+        console.print(f"Uploaded: {push_drafter(output / 'drafter', repository)}", soft_wrap=True, markup=False)
