@@ -61,8 +61,8 @@ def write_card(
     sections = [
         f"---\n{data.to_yaml()}\n---",
         f"# A drafter for {name}",
-        f"It drafts blocks of {drafter_config.draft_length} tokens, of which {name} verifies the most probable ones in "
-        "a tree. The output is the model's own.",
+        f"It drafts blocks of {drafter_config.draft_length} tokens, of which {name} verifies the most probable "
+        "ones in a tree. The output is the model's own.",
         USAGE.format(target=name, name=path.name),
         "## Held-out texts",
         _evaluations(run),
