@@ -1,6 +1,7 @@
 """`hf-ddtree train`: from prompts to a drafter that loads, and on from where it was."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -94,6 +95,20 @@ def test_the_head_alone(tmp_path):
     before, after = (load_file(where / "model.safetensors") for where in (Path(shipped), folder / "drafter"))
     changed = {name.split(".")[0] for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert changed == {"candidate_selector"} and before.keys() == after.keys()
+
+
+def test_a_fault_is_told_before_training(tmp_path):
+    shutil.copytree(hf_ddtree.demo.demo_folders()[1], tmp_path / "drafter")
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    config["dflash_config"]["mask_token_id"] = 300
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config))
+    prompts = write_prompts(tmp_path / "p.jsonl", 2)
+    arguments = ("demo", "--prompts", prompts, "--from", tmp_path / "drafter", "--output", tmp_path / "run", *SMALL)
+    result = run(*arguments, "--steps", 1)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stderr.split())
+    assert "Look at this before training: It seems that the mask token is 2 ('<|mask|>'), not 300" in told
+    assert "Look at this" not in run(*arguments, "--steps", 1).stderr
 
 
 @pytest.mark.parametrize(

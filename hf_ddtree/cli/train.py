@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # What is measured at the end, besides standard decoding.
 METHODS = ("chain", "tree:16", "auto")
+# Prompts on which a drafter is looked at before it is trained on.
+LOOKED_AT = 4
 
 
 def train(
@@ -135,6 +137,8 @@ def train(
             evaluated, documents = documents[:held_out], documents[held_out:]
         else:
             measured, learnt = _split(read_prompts(prompts, tokenizer, **reading), held_out)
+            if start is not None and accelerator.is_main_process and not (output / "log.jsonl").exists():
+                _warn_of_faults(messages, model, drafter, tokenizer, measured)
             writing: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}
             writing["drafter"] = drafter if start is not None else None
             sampling = {"sampled_share": sampled_share, "temperature": temperature}
@@ -205,6 +209,26 @@ def _split(prompts: list[list[int]], held_out: int) -> tuple[list[list[int]], li
     every = len(prompts) // held_out
     learnt = [prompt for number, prompt in enumerate(prompts) if number % every or number // every >= held_out]
     return prompts[::every][:held_out], learnt
+
+
+def _warn_of_faults(
+    messages: Console,
+    model: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+) -> None:
+    """Says what is wrong with a drafter before it is trained on: a setting that is wrong would be trained around."""
+    from ..training.doctor import diagnose
+
+    with messages.status("Looking for known faults of the drafter."):
+        try:
+            found = diagnose(model, drafter, tokenizer, prompts[:LOOKED_AT])
+        except ValueError as error:
+            messages.print(Text(f"The drafter was not looked at: {error}"))
+            return
+    if found.fault is not None or found.parts:
+        messages.print(Text("\n".join(["Look at this before training:", *found.findings()])))
 
 
 def _answers(
