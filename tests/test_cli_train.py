@@ -46,6 +46,7 @@ def test_from_prompts_to_a_drafter(tmp_path):
     result = run("demo", "--prompts", prompts, "--output", folder, "--steps", 2, *SMALL)
     assert result.exit_code == 0, result.output
     assert "tokens per forward after step 2: chain" in result.output and "plain" in result.output
+    assert "Memory in each process: 0." in result.stderr
     assert sorted(path.name for path in (folder / "drafter").iterdir()) == [
         "README.md",
         "config.json",

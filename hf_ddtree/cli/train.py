@@ -268,6 +268,8 @@ def _train(
     """Trains the drafter, shows how it goes, and saves it."""
     from ..training import DrafterTrainer, Evaluator, PackedDocuments, save_drafter
 
+    if accelerator.is_main_process:
+        _tell_memory(messages, model, drafter, config, length, accelerator.mixed_precision == "bf16")
     table = LiveTable()
     with Live(table.render(), console=messages, transient=True) as live:
         trainer = DrafterTrainer(
@@ -288,6 +290,28 @@ def _train(
         console.print(table.render())
         console.print(Text(f"\nThe drafter is in {output / 'drafter'}.\n"), soft_wrap=True)
     accelerator.wait_for_everyone()
+
+
+def _tell_memory(
+    messages: Console,
+    model: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    config: TrainingConfig,
+    length: int,
+    in_bfloat16: bool,
+) -> None:
+    """Says what a step needs before the first one is made."""
+    import torch
+
+    from ..training.step_memory import step_memory
+
+    told = step_memory(drafter, model, config, length, torch.bfloat16 if in_bfloat16 else None)
+    parts = {"target": told.target, "drafter": told.drafter, "optimizers": told.optimizers, "a step": told.on_its_way}
+    sizes = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
+    messages.print(
+        f"Memory in each process: {told.total / 2**30:.2f} GiB ({sizes}). A step grows with `--rows`, `--length` and "
+        "`--anchors`."
+    )
 
 
 def _writing(progress: WritingProgress) -> Text:

@@ -95,23 +95,38 @@ class BlockLoss(nn.Module):
         self, hidden_states: Tensor, rows: Rows, anchors: Tensor, is_used: Tensor, target_logits: Tensor | None = None
     ) -> tuple[Tensor, BlockStatistics]:
         """What `forward` gives, of what `draft` has given."""
-        drafter = self.drafter
-        depth = drafter.config.draft_length
+        depth = self.drafter.config.draft_length
         places, labels, counts = labels_behind(rows, anchors, is_used, depth)
         row, block = is_used.nonzero(as_tuple=True)
         if len(row) == 0:  # a block that does not count, so that each weight has a gradient, as other processes expect
             row = block = torch.zeros(1, dtype=torch.int64, device=is_used.device)
         hidden_states, labels, counts = hidden_states[row, block], labels[row, block], counts[row, block]
         before = rows.token_ids[row[:, None], places[row, block] - 1]
-        truth_at = row[:, None], places[row, block] - 1
-        vocab = drafter.config.vocab_size
-        at_once = max(self._config.logits_at_once // (depth * vocab), 1)
-        in_chunks = len(row) > at_once
+        truth = None if target_logits is None else (target_logits, row[:, None], places[row, block] - 1)
+        return self.compare_blocks(hidden_states, labels, before, counts, truth)
+
+    def compare_blocks(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor,
+        before: Tensor,
+        counts: Tensor,
+        truth: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> tuple[Tensor, BlockStatistics]:
+        """The same of some blocks alone.
+
+        Args:
+            hidden_states: `(blocks, depth, hidden_size)`.
+            labels, before, counts: `(blocks, depth)`: the tokens that follow, those before them, and what counts.
+            truth: The target's logits of rows, and the row and the place where each slot's are.
+        """
+        at_once = max(self._config.logits_at_once // (labels.shape[1] * self.drafter.config.vocab_size), 1)
+        in_chunks = len(labels) > at_once
         sums: list[_OfChunk] = []
-        for at in range(0, len(row), at_once):
+        for at in range(0, len(labels), at_once):
             here = slice(at, at + at_once)
-            truth = None if target_logits is None else target_logits[truth_at[0][here], truth_at[1][here]]
-            arguments = hidden_states[here], labels[here], before[here], counts[here], truth
+            true_logits = None if truth is None else truth[0][truth[1][here], truth[2][here]]
+            arguments = hidden_states[here], labels[here], before[here], counts[here], true_logits
             if in_chunks and torch.is_grad_enabled():
                 sums.append(_OfChunk(*checkpoint(self._of_chunk, *arguments, use_reentrant=False)))
             else:
