@@ -6,7 +6,11 @@
 A tiny random Qwen3 and a random DFlash drafter of z-lab's layout, one row, one thread, greedy; what forwards cost is
 small, so that what goes around them shows. The loop by the paper (DDTree, arXiv:2604.12989) drafts with z-lab's
 drafter, builds the tree with a heap, verifies it under a mask, walks it and picks the accepted path's keys; it knows
-no other arguments, caches or models. Trees and tokens are compared in every call, methods alternate.
+no other arguments, caches or models. Trees and tokens are compared in every call, methods alternate. Both loops run in
+PyTorch's inference mode, `generate()` without: its outputs may be used where gradients are taken.
+
+What goes around the forwards is the time of a call without that of the same forwards alone, over its rounds: the
+drafter's with its head and the target's, over as many nodes after as many tokens, with masks that are there already.
 """
 
 from __future__ import annotations
@@ -142,6 +146,35 @@ def by_the_paper(target: Any, drafter: Any, prompt: Tensor, new_tokens: int) -> 
     return emitted[:new_tokens], rounds, trees
 
 
+@torch.no_grad()
+def forwards_alone(target: Any, drafter: Any, prompt: Tensor, rounds: list[int], nodes: int, is_tree: bool) -> float:
+    """Seconds of the forwards of rounds that emit so many tokens each, with trees of so many nodes or chains."""
+    caches = DynamicCache(config=target.config), DynamicCache(config=drafter.config)
+    width = drafter.config.hidden_size * len(drafter.target_layer_ids)
+    start, num_new, seconds = prompt.shape[1], prompt.shape[1], 0.0
+    target(prompt, use_cache=True, **{CACHE_KEY: caches[0]})
+    block, tokens = torch.zeros((1, BLOCK), dtype=torch.long), torch.zeros((1, nodes), dtype=torch.long)
+    for length in rounds:
+        features = torch.zeros((1, num_new, width))
+        mask = torch.ones((1, 1, nodes, start + nodes), dtype=torch.bool).tril(start) if is_tree else None
+        positions = torch.arange(start, start + nodes)[None], torch.arange(start - num_new, start + BLOCK)[None]
+        begin = time.perf_counter()
+        drafted = drafter(
+            target_hidden=features,
+            noise_embedding=target.model.embed_tokens(block),
+            position_ids=positions[1],
+            past_key_values=caches[1],
+            use_cache=True,
+        )
+        target.lm_head(drafted[:, 1:])
+        target(tokens, attention_mask=mask, position_ids=positions[0], use_cache=True, **{CACHE_KEY: caches[0]})
+        seconds += time.perf_counter() - begin
+        start, num_new = start + length, length
+        caches[1].crop(start - length - caches[1].get_seq_length())
+        caches[0].crop(start - caches[0].get_seq_length())
+    return seconds
+
+
 def ours(
     target: Any, drafter: Any, prompt: Tensor, new_tokens: int, strategy: str
 ) -> tuple[list[int], list[int], Any]:
@@ -186,16 +219,24 @@ def main(
         "z-lab's chain": lambda prompt: z_lab(target, theirs, prompt, tokens),
         'chain (`"dflash"`)': lambda prompt: ours(target, drafter, prompt, tokens, "dflash"),
     }
+    alone: dict[str, Any] = {
+        name: lambda prompt, rounds, is_tree=is_tree: forwards_alone(
+            target, theirs, prompt, rounds, 1 + BUDGET if is_tree else BLOCK, is_tree
+        )
+        for name, is_tree in (("tree of 16", True), ('chain (`"dflash"`)', False))
+    }
     runs = []
     for number in range(-1, prompts):
         prompt = torch.randint(0, 500, (1, 32), generator=torch.Generator().manual_seed(number + 1))
         expected = target.generate(prompt, max_new_tokens=tokens, do_sample=False)[0, 32:].tolist()
-        found, seconds = {}, {}
+        found, seconds, around = {}, {}, {}
         shift = number % len(methods)
         for name in [*list(methods)[shift:], *list(methods)[:shift]]:
             start = time.perf_counter()
             found[name] = methods[name](prompt)
             seconds[name] = time.perf_counter() - start
+            if name in alone:
+                around[name] = seconds[name] - alone[name](prompt, found[name][1])
             if found[name][0] != expected:
                 raise SystemExit(f"{name} gave other tokens than standard decoding.")
         reference, tree = found["DDTree's loop"], found["tree of 16"]
@@ -204,14 +245,22 @@ def main(
             raise SystemExit("The trees differ.")
         if number >= 0:  # the first one warms up
             runs += [{"prompt": number, "method": name, "seconds": value} for name, value in seconds.items()]
+            for run in runs[-len(methods) :]:
+                if run["method"] in around:
+                    run["around_ms"] = 1e3 * around[run["method"]] / len(found[run["method"]][1])
     times = {name: [run["seconds"] for run in runs if run["method"] == name] for name in methods}
-    table = Table("method", "ms per call", "against its reference")
+    table = Table("method", "ms per call", "against its reference", "ms per round around the forwards")
     summary = {}
     references = {"tree of 16": "DDTree's loop", 'chain (`"dflash"`)': "z-lab's chain"}
     for name, values in times.items():
         ratios = [one / other for one, other in zip(values, times[references.get(name, name)])]
         summary[name] = {"ms": rounded_quartiles(1e3 * value for value in values), "ratio": rounded_quartiles(ratios)}
-        table.add_row(name, f"{1e3 * statistics.median(values):.1f}", f"{statistics.median(ratios):.2f}")
+        row = [name, f"{1e3 * statistics.median(values):.1f}", f"{statistics.median(ratios):.2f}", ""]
+        of_rounds = [run["around_ms"] for run in runs if run["method"] == name and "around_ms" in run]
+        if of_rounds:
+            summary[name]["around_ms"] = rounded_quartiles(of_rounds)
+            row[-1] = f"{statistics.median(of_rounds):.2f}"
+        table.add_row(*row)
     Console(width=120).print(table)
     save(output, summary, runs, prompts=prompts, tokens=tokens)
 

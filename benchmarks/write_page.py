@@ -348,13 +348,21 @@ def reference(results: Any) -> Iterator[str]:
     *lines, _ = source(about)
     yield from (*lines, f"{about['prompts']} prompts, {about['tokens']} tokens each.", "")
     yield from rows(
-        ("method", "ms per call", "quartiles", "against its reference", "quartiles"),
+        (
+            "method",
+            "ms per call",
+            "quartiles",
+            "against its reference",
+            "quartiles",
+            "ms per round around forwards",
+        ),
         (
             (
                 name,
                 *(form(entry["ms"]) for form in (median, spread)),
                 f"{entry['ratio'][1]:.2f}",
                 spread(entry["ratio"]),
+                median(entry["around_ms"]) if "around_ms" in entry else "",
             )
             for name, entry in results["summary"].items()
         ),
