@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import transformers
@@ -28,7 +28,7 @@ import hf_ddtree
 from hf_ddtree.demo import demo_prompts, load_demo
 
 OUTPUT = Path(__file__).parent / "results" / "branch_trees.json"
-METHODS: dict[str, dict[str, Any]] = {"calibrated": {"tree_probabilities": "marginal"}, "first call": {}, "memory": {}}
+METHODS = ("calibrated", "first call", "memory")
 SAMPLING = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.7}}
 
 
@@ -49,17 +49,18 @@ def main(
     by_method: dict[str, list[tuple[int, int]]] = {}
     for name in METHODS if method is None else [method]:
         drafter.calibration = hf_ddtree.Calibration()
-        memory = {"draft_memory": hf_ddtree.DraftMemory()} if name == "memory" else {}
+        memory = hf_ddtree.DraftMemory()
         for index, inputs in enumerate(track(encoded, name, console=Console(stderr=True))):
             if index not in plain:
                 torch.manual_seed(index)
                 plain[index] = model.generate(**inputs, **options).tolist()
+            if name == "first call":
+                memory = hf_ddtree.DraftMemory()
             torch.manual_seed(index)
             out = model.generate(
                 **inputs,
                 **options,
-                **METHODS[name],
-                **memory,
+                draft_memory=None if name == "calibrated" else memory,
                 assistant_model=drafter,
                 generation_strategy="ddtree",
                 tree_budget=budget,

@@ -88,11 +88,17 @@ def kinds(model: PreTrainedModel, drafter: PreTrainedModel) -> Iterator[tuple[st
     yield "DFlash 2 by marginals, as DFlash", {"assistant_model": drafter, "tree_probabilities": "marginal"}
     blind = hf_ddtree.load_demo()[1]
     blind.is_conditional = False
-    yield "by marginals, and what the target said", {"assistant_model": blind}
+    # A memory for each call: what it hands on is measured by `branch_trees.py`.
+    yield "by marginals, and what the target said", {"assistant_model": blind, "draft_memory": hf_ddtree.DraftMemory}
     yield "causal language model", {"assistant_model": noisy_copy(model)}
     yield "prompt lookup", {"tree_lookup": True}
     yield "DFlash 2 and prompt lookup", {"assistant_model": drafter, "tree_lookup": True}
     yield "speculators, native, multi-token prediction", "none is trained for the target that ships"
+
+
+def fresh(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call, with a new memory if they name the class."""
+    return {name: value() if value is hf_ddtree.DraftMemory else value for name, value in arguments.items()}
 
 
 def main(
@@ -115,7 +121,7 @@ def main(
             **arguments,
         }
         try:
-            model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=4, **arguments)
+            model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=4, **fresh(arguments))
         except ValueError as error:
             missing[name] = str(error)
         else:
@@ -130,13 +136,14 @@ def main(
             of_prompt = {}
             for name in names[shift:] + names[:shift]:
                 torch.manual_seed(SEED)
+                arguments = fresh(methods[name])
                 start = time.perf_counter()
                 out = model.generate(
                     **inputs,
                     max_new_tokens=max_new_tokens,
                     do_sample=text == "sampled",
                     return_dict_in_generate=True,
-                    **methods[name],
+                    **arguments,
                 )
                 seconds = time.perf_counter() - start
                 stats = getattr(out, "ddtree_stats", None)

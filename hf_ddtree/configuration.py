@@ -42,7 +42,8 @@ class DDTreeConfig:
             that expands its tree level by level, best-first for one that drafts a block.
         tree_probabilities: `"conditional"` takes the probability of a token given those before it: where the drafter
             knows it, as DFlash 2 does, from the drafter, and for other DFlash drafters from what the target said after
-            the same tokens, if they may `calibrate`. `"marginal"` takes a position's distribution alone.
+            the same tokens, if they may `calibrate` and the call has a `tree_lookup` or a `draft_memory`. `"marginal"`
+            takes a position's distribution alone.
         tree_top_k: Most candidate tokens considered at each depth. By default as many as can matter under the budget.
         draft_length: Depth of the deepest node. By default the drafter's horizon.
         tree_lookup: Whether to draft from what the text repeats and from what the target said before: in addition to

@@ -155,8 +155,8 @@ class DDTreeDecoding:
         if drafter is not None:
             generator = make_candidate_generator(drafter, model, self.config, self.draft_state)
         merges = bool(self.config.tree_lookup)
-        wants_lookup = isinstance(generator, DFlashTreeCandidateGenerator) and generator.wants_lookup
-        if merges or (wants_lookup and drafter is not None):
+        takes_memory = isinstance(generator, DFlashTreeCandidateGenerator) and generator.wants_lookup
+        if merges or (takes_memory and self.draft_memory is not None):
             config = self.config if merges else replace(self.config, tree_lookup="target")
             lookup = PromptLookupTreeCandidateGenerator(model, config, self.draft_memory)
             return lookup if generator is None else CombinedTreeCandidateGenerator(generator, lookup, config, merges)

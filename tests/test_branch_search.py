@@ -214,7 +214,7 @@ def test_a_call_drafts_what_the_target_said_in_an_earlier_one(do_sample: bool) -
     torch.manual_seed(0)
     plain = model.generate(input_ids, **options).sequences
     rates = []
-    for kept in (None, memory, memory):
+    for kept in (DraftMemory(), memory, memory):
         torch.manual_seed(0)
         output = model.generate(
             input_ids,
@@ -222,7 +222,7 @@ def test_a_call_drafts_what_the_target_said_in_an_earlier_one(do_sample: bool) -
             assistant_model=drafter,
             generation_strategy="ddtree",
             tree_budget=16,
-            **({} if kept is None else {"draft_memory": kept}),
+            draft_memory=kept,
         )
         assert output.sequences.tolist() == plain.tolist()
         rates.append(output.ddtree_stats.tokens_per_forward)

@@ -444,7 +444,9 @@ class FixedLookup(Fixed):
     """The same in place of a lookup."""
 
     repeats = False
-    build = Fixed.propose
+
+    def build(self, context, budget, least_probability):
+        return self.propose(context, budget)
 
     def take_in(self, context):
         pass
@@ -489,7 +491,7 @@ def random_tree(seed):
 
 @pytest.mark.core
 def test_the_drafter_keeps_its_state_between_turns(monkeypatch):
-    def propose_nothing(generator, context, budget):
+    def propose_nothing(generator, context, budget, least_probability=0.0):
         return [DraftTree.root_only(root) for root in context.roots]
 
     monkeypatch.setattr(PromptLookupTreeCandidateGenerator, "build", propose_nothing)

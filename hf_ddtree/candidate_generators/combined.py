@@ -17,6 +17,8 @@ from .tree_checks import checked_trees
 
 # Rounds with the drafter before one is left out, and how many of the last ones the averages are of, roughly.
 FEWEST_ROUNDS, AVERAGED_ROUNDS = 4, 16
+# The least probability of a path of the lookup's that is added to the drafter's tree.
+LEAST_MERGED = 0.02
 # Accepted tokens per round that are owed to the lookup, below which it pauses.
 LEAST_GAIN = 0.02
 # Rounds in which the lookup is judged; rounds of its first pause, and how many times as long each later one is.
@@ -127,7 +129,7 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
                 self._lookup.learn()  # only rounds that follow each other can be learned together
                 return self._drafted
             # After the draft, whose transfer from an accelerator brings what the lookup has to learn.
-            found = self._lookup.build(context, budget)
+            found = self._lookup.build(context, budget, LEAST_MERGED)
         self._is_merged = True
         return [
             one.merge(other).truncate(budget) if other.num_drafted else one for one, other in zip(self._drafted, found)

@@ -176,12 +176,12 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
                 for match in self._matches(index)[:1]
             )
 
-    def build(self, context: DraftContext, budget: int) -> list[DraftTree]:
-        """The trees, once the context is taken in."""
+    def build(self, context: DraftContext, budget: int, least_probability: float = 0.0) -> list[DraftTree]:
+        """The trees, once the context is taken in, of nodes whose paths are at least this probable."""
         with self.building(), self.locked():
             self._learn_what_was_said()
             return [
-                DraftTree.root_only(root) if finished else self._build(index, budget)
+                DraftTree.root_only(root) if finished else self._build(index, budget, least_probability)
                 for index, root, finished in zip(self._indices, context.roots, self._finished)
             ]
 
@@ -302,7 +302,7 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
             found.sort(key=lambda match: -match.length)
         return found[:MOST_MATCHES]
 
-    def _build(self, index: NgramIndex, budget: int) -> DraftTree:
+    def _build(self, index: NgramIndex, budget: int, least_probability: float) -> DraftTree:
         """The most probable paths, or under another shape the best chain first."""
         root = index.tokens[-1]
         is_chain, is_spine_first = self.config.tree_shape == "chain", self.config.tree_shape == "spine_first"
@@ -328,6 +328,8 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
                 break
             off_spine, cost, parent, rank = heappop(waiting)
             on_spine, path_prob = not off_spine, -cost
+            if path_prob < least_probability:
+                break
             tokens, likely, context, matches, depth = parts[parent]
             token = tokens[rank]
             node = len(drafted)

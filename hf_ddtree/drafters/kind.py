@@ -11,7 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .checkpoint import Checkpoint
 
 # What trees are like.
-BLOCK = "one forward for a block; by one distribution per depth, calibrated, and by what the target said on the branch"
+BLOCK = (
+    "one forward for a block; by one distribution per depth, calibrated; with a memory by what the target said as well"
+)
 BLOCK_MARGINALS = "one forward for a block; by one distribution per depth, calibrated"
 CONDITIONAL = "one forward for a block; by each token's probability given the one before it"
 ALONG_BRANCH = "one forward for a block, then a small head per level; by each token's probability given its branch"
