@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.live import Live
@@ -100,15 +100,9 @@ def train(
     logging.disable_progress_bar()
     console, messages = make_console(), make_console(stderr=True)
     with _errors_as_messages(messages, output):
-        if prompts is None and texts is None:
-            raise ValueError("there is nothing to train on. Give `prompts` for the target to answer, or `texts`.")
-        if head is not None and start is None:
-            raise ValueError("`head` goes on top of a drafter that is trained already. Name it with `start`.")
-        reading = _reading(template_options, skip_bad_lines, messages)
         target = _target_folder(target)
-        check_repository("target", target, "TARGET")
-        if start is not None:
-            check_repository("drafter", start, "--from")
+        _check_names(target, start, head, has_texts=prompts is not None or texts is not None)
+        reading = _reading(template_options, skip_bad_lines, messages)
         from ..drafters.zlab.writing import published_config
         from ..training import TrainingConfig
         from ..training.data import read_documents, read_prompts
@@ -124,8 +118,8 @@ def train(
             distribution_share=distribution_share,
             seed=seed,
         )
-        accelerator = _accelerator(mixed_precision, output if tensorboard else None)
-        model, tokenizer = _load(target, dtype, device_map, accelerator)
+        run = _Run(output, _accelerator(mixed_precision, output if tensorboard else None), console, messages)
+        model, tokenizer = _load(target, dtype, device_map, run.accelerator)
         if start is None:
             drafter = _new_drafter(model, tokenizer, kind, layers, block_size, length, seed)
         else:
@@ -137,18 +131,26 @@ def train(
             evaluated, documents = documents[:held_out], documents[held_out:]
         else:
             measured, learnt = _split(read_prompts(prompts, tokenizer, **reading), held_out)
-            if start is not None and accelerator.is_main_process and not (output / "log.jsonl").exists():
-                _warn_of_faults(messages, model, drafter, tokenizer, measured)
+            if start is not None:
+                _warn_of_faults(run, model, drafter, tokenizer, measured)
             writing: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}
             writing["drafter"] = drafter if start is not None else None
             sampling = {"sampled_share": sampled_share, "temperature": temperature}
-            evaluated, answers = _answers(model, measured, learnt, output, accelerator, messages, writing, sampling)
+            evaluated, answers = _answers(run, model, measured, learnt, writing, sampling)
             documents = [*documents, *answers]
-        _train(model, drafter, documents, evaluated, config, length, output, accelerator, console, messages)
-        accelerator.end_training()
-        speeds = _measure(console, model, tokenizer, output, measured, max_new_tokens) if measured else ""
-        if accelerator.is_main_process:
-            _publish(console, output, drafter, config, target, start, speeds, push_to_hub)
+        _train(run, model, drafter, documents, evaluated, config, length)
+        speeds = _measure(run, model, tokenizer, measured, max_new_tokens) if measured else ""
+        if run.accelerator.is_main_process:
+            _publish(run, drafter, config, target, start, speeds, push_to_hub)
+
+
+class _Run(NamedTuple):
+    """Where a run is, and whom it tells."""
+
+    output: Path
+    accelerator: Accelerator
+    console: Console
+    messages: Console
 
 
 @contextmanager
@@ -161,6 +163,16 @@ def _errors_as_messages(messages: Console, output: Path) -> Iterator[None]:
         raise typer.Exit(code=130) from None
     except (ImportError, OSError, ValueError) as error:
         raise usage_error(error) from error
+
+
+def _check_names(target: str, start: str | None, head: str | None, has_texts: bool) -> None:
+    if not has_texts:
+        raise ValueError("there is nothing to train on. Give `prompts` for the target to answer, or `texts`.")
+    if head is not None and start is None:
+        raise ValueError("`head` goes on top of a drafter that is trained already. Name it with `start`.")
+    check_repository("target", target, "TARGET")
+    if start is not None:
+        check_repository("drafter", start, "--from")
 
 
 def _reading(template_options: str, skip_bad_lines: bool, messages: Console) -> dict[str, Any]:
@@ -212,7 +224,7 @@ def _split(prompts: list[list[int]], held_out: int) -> tuple[list[list[int]], li
 
 
 def _warn_of_faults(
-    messages: Console,
+    run: _Run,
     model: PreTrainedModel,
     drafter: DFlashDraftModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -221,75 +233,73 @@ def _warn_of_faults(
     """Says what is wrong with a drafter before it is trained on: a setting that is wrong would be trained around."""
     from ..training.doctor import diagnose
 
-    with messages.status("Looking for known faults of the drafter."):
+    if not run.accelerator.is_main_process or (run.output / "log.jsonl").exists():
+        return
+    with run.messages.status("Looking for known faults of the drafter."):
         try:
             found = diagnose(model, drafter, tokenizer, prompts[:LOOKED_AT])
         except ValueError as error:
-            messages.print(Text(f"The drafter was not looked at: {error}"))
+            run.messages.print(Text(f"The drafter was not looked at: {error}"))
             return
     if found.fault is not None or found.parts:
-        messages.print(Text("\n".join(["Look at this before training:", *found.findings()])))
+        run.messages.print(Text("\n".join(["Look at this before training:", *found.findings()])))
 
 
 def _answers(
+    run: _Run,
     model: PreTrainedModel,
     measured: list[list[int]],
     learnt: list[list[int]],
-    output: Path,
-    accelerator: Accelerator,
-    messages: Console,
     writing: dict[str, Any],
     sampling: dict[str, Any],
 ) -> tuple[list[Document], list[Document]]:
     """The target's answers to both kinds of prompts: greedy ones to measure on, a mix to learn from."""
     from ..training.self_text import write_answers
 
-    with Live(console=messages, transient=True) as live:
+    with Live(console=run.messages, transient=True) as live:
         writing = {**writing, "on_progress": lambda progress: live.update(_writing(progress))}
         for _ in range(2):  # the second time for what other processes have written meanwhile
-            evaluated = write_answers(model, measured, output / "held_out", sampled_share=0.0, **writing)
-            answers = write_answers(model, learnt, output / "answers", **sampling, **writing)
-            accelerator.wait_for_everyone()
+            evaluated = write_answers(model, measured, run.output / "held_out", sampled_share=0.0, **writing)
+            answers = write_answers(model, learnt, run.output / "answers", **sampling, **writing)
+            run.accelerator.wait_for_everyone()
     return evaluated, answers
 
 
 def _train(
+    run: _Run,
     model: PreTrainedModel,
     drafter: DFlashDraftModel,
     documents: list[Document],
     evaluated: list[Document],
     config: TrainingConfig,
     length: int,
-    output: Path,
-    accelerator: Accelerator,
-    console: Console,
-    messages: Console,
 ) -> None:
     """Trains the drafter, shows how it goes, and saves it."""
     from ..training import DrafterTrainer, Evaluator, PackedDocuments, save_drafter
 
-    if accelerator.is_main_process:
-        _tell_memory(messages, model, drafter, config, length, accelerator.mixed_precision == "bf16")
+    if run.accelerator.is_main_process:
+        _tell_memory(run.messages, model, drafter, config, length, run.accelerator.mixed_precision == "bf16")
     table = LiveTable()
-    with Live(table.render(), console=messages, transient=True) as live:
+    with Live(table.render(), console=run.messages, transient=True) as live:
         trainer = DrafterTrainer(
             model,
             drafter,
             PackedDocuments(documents, length, config.seed),
             config,
             evaluator=Evaluator(model, evaluated, config.tree_budgets, length),
-            output_dir=output,
-            accelerator=accelerator,
+            output_dir=run.output,
+            accelerator=run.accelerator,
             on_log=lambda entry: live.update(table.add(entry, trainer.progress)),
         )
-        if trainer.step and accelerator.is_main_process:
-            messages.print(f"Going on after step {trainer.step}.")
+        if trainer.step and run.accelerator.is_main_process:
+            run.messages.print(f"Going on after step {trainer.step}.")
         trainer.train()
-    if accelerator.is_main_process:
-        save_drafter(drafter, output / "drafter")
-        console.print(table.render())
-        console.print(Text(f"\nThe drafter is in {output / 'drafter'}.\n"), soft_wrap=True)
-    accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        save_drafter(drafter, run.output / "drafter")
+        run.console.print(table.render())
+        run.console.print(Text(f"\nThe drafter is in {run.output / 'drafter'}.\n"), soft_wrap=True)
+    run.accelerator.wait_for_everyone()
+    run.accelerator.end_training()
 
 
 def _tell_memory(
@@ -376,10 +386,9 @@ def _loaded_drafter(model: PreTrainedModel, start: str, head: str | None, seed: 
 
 
 def _measure(
-    console: Console,
+    run: _Run,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    output: Path,
     prompts: list[list[int]],
     max_new_tokens: int,
 ) -> str:
@@ -388,11 +397,13 @@ def _measure(
     from ..drafter_kinds import load_drafter
     from ..training.card import speed_lines
 
-    saved = load_drafter(output / "drafter", target_model=model)
+    saved = load_drafter(run.output / "drafter", target_model=model)
     methods = make_methods(METHODS, {"drafter": saved})
-    report = benchmark(model, tokenizer, prompts, methods, max_new_tokens=max_new_tokens, output_dir=output / "bench")
-    if (output / "bench" / "report.json").exists():
-        console.print(report.table())
+    report = benchmark(
+        model, tokenizer, prompts, methods, max_new_tokens=max_new_tokens, output_dir=run.output / "bench"
+    )
+    if (run.output / "bench" / "report.json").exists():
+        run.console.print(report.table())
     rows = [
         (entry.method, entry.tokens_per_second[1], (entry.speedup or (1.0, 1.0, 1.0))[1], entry.tokens_per_forward)
         for entry in report.summaries()
@@ -402,8 +413,7 @@ def _measure(
 
 
 def _publish(
-    console: Console,
-    output: Path,
+    run: _Run,
     drafter: DFlashDraftModel,
     config: TrainingConfig,
     target: str,
@@ -415,6 +425,8 @@ def _publish(
     from ..training.card import push_drafter, write_card
     from ..training.report import read_run
 
-    write_card(output / "drafter", read_run(output), drafter.config, config, target, start, speeds)
+    write_card(run.output / "drafter", read_run(run.output), drafter.config, config, target, start, speeds)
     if repository is not None:
-        console.print(f"Uploaded: {push_drafter(output / 'drafter', repository)}", soft_wrap=True, markup=False)
+        run.console.print(
+            f"Uploaded: {push_drafter(run.output / 'drafter', repository)}", soft_wrap=True, markup=False
+        )
