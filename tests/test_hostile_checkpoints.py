@@ -18,6 +18,7 @@ import hf_ddtree
 from hf_ddtree.demo import demo_folders
 from hf_ddtree.drafters.checkpoint import Checkpoint
 from hf_ddtree.drafters.mtp.checkpoint import read_mtp_tensors
+from hf_ddtree.drafters.weight_files import check_finite
 
 
 class Bomb:
@@ -162,3 +163,14 @@ def test_a_drafter_in_a_class_of_transformers(tmp_path):
         next(drafter.parameters()).fill_(float("nan"))
     drafter.save_pretrained(tmp_path)
     refused(tmp_path, "holds NaN or infinity")
+
+
+def test_weights_that_are_not_in_memory_or_quantized_are_left_alone():
+    layer = torch.nn.Linear(2, 2, device="meta")
+    check_finite("name", layer)
+    quantized = torch.nn.Linear(2, 2).requires_grad_(False)
+    quantized.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float8_e4m3fn), requires_grad=False)
+    check_finite("name", quantized)
+    quantized.bias.fill_(float("inf"))
+    with pytest.raises(ValueError, match="'name' holds NaN or infinity in 'bias'"):
+        check_finite("name", quantized)

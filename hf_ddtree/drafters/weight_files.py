@@ -126,11 +126,14 @@ def _elements(path: Any, file_name: str) -> list[int]:
 def check_finite(path: Any, model: nn.Module) -> None:
     """Refuses weights that hold NaN or infinity, which would draft nothing that is ever right.
 
+    Not looked at are weights that stay on disk, and quantized ones.
+
     Raises:
         ValueError: If some do; the message names one.
     """
     for name, weight in model.named_parameters():
-        if weight.is_floating_point() and not weight.isfinite().all():
+        is_read = not weight.is_meta and weight.is_floating_point() and weight.dtype.itemsize > 1
+        if is_read and not weight.isfinite().all():
             raise ValueError(
                 f"The checkpoint {str(path)!r} holds NaN or infinity in {name!r}. Download it again, or load it in a "
                 "dtype that holds its numbers, such as `dtype=torch.float32`."
