@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 
 import hf_ddtree
 from hf_ddtree.benchmark import describe_machine
-from hf_ddtree.candidate_generators.prompt_lookup import MATCH_LENGTHS
 from hf_ddtree.demo import demo_prompts
+from hf_ddtree.draft_memory.match_accuracy import MATCH_LENGTHS
 from hf_ddtree.draft_memory.ngram_index import NgramIndex
 
 # Noise in the copy of the target that stands for a small causal language model, in standard deviations of a weight.

@@ -188,8 +188,10 @@ def test_save_and_load(tmp_path):
     memory.check_vocabulary(100)
     memory.add_text(range(20))
     teach(memory.tables, (1, 2, 3), (10, 11), (0.8, 0.2))
+    memory.match_accuracy.observe(4, was_right=False)
     memory.save(tmp_path / "memory.safetensors")
     loaded = DraftMemory.load(tmp_path / "memory.safetensors", tokenizer=Tokenizer("a", "b"))
+    assert loaded.match_accuracy(4) == memory.match_accuracy(4) < DraftMemory().match_accuracy(4)
     assert loaded.tables.successors((1, 2, 3)) == memory.tables.successors((1, 2, 3))
     texts, found = loaded.matches([3, 4, 5, 6], 3)
     assert [texts[one.end + 1] for one in found] == [7]
@@ -197,6 +199,23 @@ def test_save_and_load(tmp_path):
         loaded.check_vocabulary(64)
     with pytest.raises(ValueError, match="another tokenizer"):
         DraftMemory.load(tmp_path / "memory.safetensors", tokenizer=Tokenizer("a", "c"))
+
+
+def test_matches_in_past_texts_are_as_long_as_they_are_and_trusted_as_they_were_right():
+    memory = DraftMemory()
+    memory.add_text([90, 91, 3, 4, 5, 6, 7, 8, 50, 51])
+    memory.add_text([92, 93, 94, 95, 5, 6, 7, 8, 60, 61])
+    texts, found = memory.matches([1, 91, 3, 4, 5, 6, 7, 8], 3)
+    assert [(texts[one.end + 1], one.length) for one in found] == [(50, 7), (60, 4)]
+    accuracy = memory.match_accuracy
+    before = [accuracy(length) for length in (4, 8, 16)]
+    accuracy.observe_prediction(6, [1, 2, 3, 4, 5], [1, 2, 3, 9, 5])
+    after = [accuracy(length) for length in (4, 8, 16)]
+    # Right at lengths 6, 7 and 8, wrong at 9, and what follows is not looked at.
+    assert after[0] > before[0] and after[2] == before[2]
+    assert after[1] == pytest.approx((before[1] * 4 + 1) / 6)
+    accuracy.observe_prediction(16, [7, -1, 7], [7, 7, 7])
+    assert accuracy(16) == pytest.approx((before[2] * 4 + 1) / 5)
 
 
 def test_what_is_no_memory_is_refused(tmp_path):
@@ -211,11 +230,17 @@ def test_what_is_no_memory_is_refused(tmp_path):
     teach(memory.tables, (1, 2, 3), (10,), (0.8,))
     memory.save(path)
     arrays = load_file(path)
-    for name, wrong in (("probs", np.float32("nan")), ("counts", np.float32(-1)), ("tokens", np.int32(-7))):
+    wrongs = (
+        ("probs", np.float32("nan")),
+        ("counts", np.float32(-1)),
+        ("tokens", np.int32(-7)),
+        ("match_accuracy", np.nan),
+    )
+    for name, wrong in wrongs:
         bad = {key: value.copy() for key, value in arrays.items()}
         bad[name][...] = wrong
         save_file(bad, path, metadata={"format": "hf_ddtree draft memory 1", "vocab_size": "0"})
-        with pytest.raises(ValueError, match="out of range"):
+        with pytest.raises(ValueError, match="out of range|no counts"):
             DraftMemory.load(path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
@@ -16,22 +15,17 @@ from transformers import PreTrainedModel
 
 from ..configuration import DDTreeConfig
 from ..draft_memory import DraftMemory
+from ..draft_memory.match_accuracy import MATCH_LENGTHS, MatchAccuracy
 from ..draft_memory.ngram_index import NgramIndex
 from ..draft_memory.successor_tables import LONGEST_CONTEXT, SuccessorTables
 from ..tree.draft_tree import DraftTree
 from .base import TreeCandidateGenerator, end_tokens_of
 from .context import DraftContext, VerifiedRound
 
-# Lengths of matches that are told apart; shorter ones are contexts of the tables.
-MATCH_LENGTHS = (4, 8, 16, 32)
 # The least length of a match that is called long.
 LONG_MATCH = 8
 # Most matches in a text that are followed, the longest and most recent ones.
 MOST_MATCHES = 6
-# How often a match of each length is believed to be right before any was seen, and what that weighs in observations.
-MATCH_PRIORS, MATCH_PRIOR_WEIGHT = (0.55, 0.75, 0.88, 0.95), 4.0
-# From this many observations on, older ones count half.
-MOST_OBSERVATIONS = 64
 # Probability that what followed in the prompt is taught with.
 TEXT_PROBABILITY = 0.9
 # Most children of a node; the least and the highest probability of one, given its parent.
@@ -54,37 +48,18 @@ class Match(NamedTuple):
         end: Place of the last of them.
         period: After how many more tokens what follows begins again, as a loop does.
         length: How many of them match, at least.
+        accuracy: How often matches in such a text were right.
     """
 
     tokens: Sequence[int]
     end: int
     period: int
     length: int
+    accuracy: MatchAccuracy
 
     def next_token(self, depth: int) -> int:
         """What followed, and `depth` tokens; negative at the end of the text."""
         return self.tokens[self.end + 1 + depth % self.period]
-
-
-class MatchAccuracy:
-    """How often what followed the longest match was right: a Beta mean for each range of lengths."""
-
-    def __init__(self) -> None:
-        self._right = [prior * MATCH_PRIOR_WEIGHT for prior in MATCH_PRIORS]
-        self._seen = [MATCH_PRIOR_WEIGHT] * len(MATCH_PRIORS)
-
-    def __call__(self, length: int) -> float:
-        """The probability that a match of a length is right."""
-        place = max(bisect_right(MATCH_LENGTHS, length) - 1, 0)
-        return self._right[place] / self._seen[place]
-
-    def observe(self, length: int, was_right: bool) -> None:
-        """Learns from a match."""
-        place = max(bisect_right(MATCH_LENGTHS, length) - 1, 0)
-        if self._seen[place] >= MOST_OBSERVATIONS:
-            self._right[place], self._seen[place] = self._right[place] / 2, self._seen[place] / 2
-        self._right[place] += was_right
-        self._seen[place] += 1
 
 
 class _Said(NamedTuple):
@@ -181,8 +156,8 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         with self.building(), self.locked():
             self._learn_what_was_said()
             return [
-                DraftTree.root_only(root) if finished else self._build(index, budget, least_probability)
-                for index, root, finished in zip(self._indices, context.roots, self._finished)
+                DraftTree.root_only(root) if self._finished[row] else self._build(row, budget, least_probability)
+                for row, root in enumerate(context.roots)
             ]
 
     def locked(self) -> AbstractContextManager[Any]:
@@ -220,7 +195,8 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
     def _forget(self, num_rows: int) -> None:
         longest = min(LONGEST_CONTEXT, self.config.max_matching_ngram_size or LONGEST_CONTEXT)
         self._tables = SuccessorTables(longest_context=longest) if self._memory is None else self._memory.tables
-        self._trust = MatchAccuracy()
+        self._accuracy = MatchAccuracy()
+        self._followed: dict[int, tuple[list[int], int]] = {}  # per row what the longest match of a memory predicted
         self._indices = [self._new_index() for _ in range(num_rows)]
         self._said, self._finished = [], []
         self._taken_in = None
@@ -259,7 +235,10 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         index.extend(new_tokens)
         for length, was_right in index.predictions(first - 1):
             if length:
-                self._trust.observe(length, was_right)
+                self._accuracy.observe(length, was_right)
+        predicted, length = self._followed.pop(row, ([], 0))
+        if self._memory is not None:
+            self._memory.match_accuracy.observe_prediction(length, predicted, new_tokens)
         if not learned_by_target or not self._uses_target:
             self._teach_text(index.tokens, first)
 
@@ -295,15 +274,19 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
             return []
         tokens = index.tokens
         root = len(tokens) - 1
-        found = [Match(tokens, end, root - end, length) for end, length in index.occurrences(MOST_MATCHES)]
+        found = [
+            Match(tokens, end, root - end, length, self._accuracy) for end, length in index.occurrences(MOST_MATCHES)
+        ]
         if self._memory is not None:
             texts, places = self._memory.matches(tokens[-MATCH_LENGTHS[-1] :], MOST_MATCHES)
-            found += [Match(texts, end, len(texts) - 1 - end, length) for end, length in places]
+            accuracy = self._memory.match_accuracy
+            found += [Match(texts, end, len(texts) - 1 - end, length, accuracy) for end, length in places]
             found.sort(key=lambda match: -match.length)
         return found[:MOST_MATCHES]
 
-    def _build(self, index: NgramIndex, budget: int, least_probability: float) -> DraftTree:
+    def _build(self, row: int, budget: int, least_probability: float) -> DraftTree:
         """The most probable paths, or under another shape the best chain first."""
+        index = self._indices[row]
         root = index.tokens[-1]
         is_chain, is_spine_first = self.config.tree_shape == "chain", self.config.tree_shape == "spine_first"
         most_children = 1 if is_chain else min(self.config.tree_top_k or MOST_CHILDREN, MOST_CHILDREN)
@@ -317,6 +300,9 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         node, depth, on_spine, path_prob = 0, 0, is_spine_first, 1.0
         context: tuple[int, ...] = (-1, -1, *index.tokens[-3:])[-3:]
         matches: Sequence[Match] = self._matches(index)
+        of_memory = next((match for match in matches if match.accuracy is not self._accuracy), None)
+        if of_memory is not None:
+            self._followed[row] = [of_memory.next_token(depth) for depth in range(horizon)], of_memory.length
         while True:
             if depth < horizon and (node == 0 or context[2] not in end_tokens):
                 tokens, likely = self._with_matches(context, matches, depth) if matches else successors(context)
@@ -357,7 +343,7 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         for match in matches:
             token = match.next_token(depth)
             if token >= 0 and token not in shares:
-                shares[token] = rest * self._trust(match.length + depth)
+                shares[token] = rest * match.accuracy(match.length + depth)
                 rest -= shares[token]
         found = {token: rest * prob for token, prob in zip(tokens, probs)}
         for token, share in shares.items():

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..validation import require_positive_int
+from .match_accuracy import MatchAccuracy
 from .ngram_index import NgramIndex, Occurrence
 from .successor_tables import BYTES_PER_SLOT, SuccessorTables
 
@@ -54,6 +55,7 @@ class DraftMemory:
         self.max_bytes = max_bytes
         self.lock = threading.RLock()
         self.tables = SuccessorTables(int(max_bytes * (1 - TEXT_SHARE)) // BYTES_PER_SLOT)
+        self.match_accuracy = MatchAccuracy()  # of matches in past texts
         self._fingerprint = None if tokenizer is None else fingerprint_of(tokenizer)
         self._vocab_size: int | None = None
         self._forget_texts()
@@ -93,19 +95,25 @@ class DraftMemory:
             self._append(tokens)
 
     def matches(self, last_tokens: Sequence[int], most: int) -> tuple[list[int], list[Occurrence]]:
-        """Where the last tokens occur in past texts: all texts in one list, and the places in it."""
+        """Where the last tokens occur in past texts, the longest match first: all texts as a list, and the places."""
         with self.lock:
-            found = self._index.occurrences_of(last_tokens, most)[:most]
+            texts = self._index.tokens
+            found = [
+                Occurrence(end, _num_common(texts, end, last_tokens))
+                for end, _ in self._index.occurrences_of(last_tokens, most)[:most]
+            ]
+            found.sort(key=lambda occurrence: -occurrence.length)
             for occurrence in found[:1]:
                 self._clock += 1
                 self._used_at[int(np.searchsorted(self._starts, occurrence.end, side="right")) - 1] = self._clock
-            return self._index.tokens, found
+            return texts, found
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the memory to a safetensors file."""
         with self.lock:
             tensors = self.tables.to_arrays()
             tensors["texts"] = np.array(self._index.tokens, dtype=np.int32)
+            tensors["match_accuracy"] = self.match_accuracy.to_array()
             about = {"format": FORMAT, "tokenizer": self._fingerprint or "", "vocab_size": str(self._vocab_size or 0)}
         save_file(tensors, os.fspath(path), metadata=about)
 
@@ -131,6 +139,9 @@ class DraftMemory:
             texts = tensors.pop("texts")
             if texts.ndim != 1 or texts.dtype != np.int32 or (texts < SEPARATOR).any():
                 raise ValueError("`texts` are no tokens")
+            accuracy = tensors.pop("match_accuracy", None)
+            if accuracy is not None:
+                memory.match_accuracy.set_array(accuracy)
             memory.tables.set_arrays(tensors)
             memory._vocab_size = int(about["vocab_size"]) or None
         except (KeyError, ValueError, SafetensorError) as error:
@@ -175,6 +186,14 @@ class DraftMemory:
         self._used_at: list[int] = []
         self._clock = getattr(self, "_clock", 0)
         self._index = NgramIndex(TEXT_MATCH_LENGTHS)
+
+
+def _num_common(text: Sequence[int], end: int, last_tokens: Sequence[int]) -> int:
+    """How many of a text's tokens up to a place are the last tokens of another."""
+    count = 0
+    while count < len(last_tokens) and count <= end and text[end - count] == last_tokens[-1 - count]:
+        count += 1
+    return count
 
 
 def fingerprint_of(tokenizer: Any) -> str:
