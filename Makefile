@@ -8,7 +8,7 @@ PYTEST_FLAGS ?= --numprocesses logical --maxprocesses 8 --dist worksteal
 SITE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE docs examples hub
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-oldest lint format docs clean
+.PHONY: demo test test-oldest clients lint format docs clean
 
 ## demo: complete held-out code by plain generate() and by ddtree, with the pair that ships
 demo: .venv/user.stamp
@@ -21,6 +21,11 @@ test: .venv/dev.stamp
 ## test-oldest: the core tests with the oldest supported Transformers
 test-oldest: .venv-oldest/dev.stamp
 	$(PYTEST_ENV) .venv-oldest/bin/python -m pytest $(PYTEST_FLAGS) -m core
+
+## clients: programs that call generate(), plainly and with drafting, each in an environment of its own
+clients: .venv/user.stamp
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/run_clients.py
+	.venv/bin/python benchmarks/write_page.py
 
 ## lint: style and types
 lint: .venv/dev.stamp

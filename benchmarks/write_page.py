@@ -23,7 +23,7 @@ from repetition import group
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = "README.md", "docs/benchmarks.md", "docs/compile.md", "docs/drafters.md", "docs/no_drafter.md"
-PAGES += "docs/targets.md", "docs/trees.md"
+PAGES += "docs/targets.md", "docs/trees.md", "docs/clients.md"
 BLOCK = re.compile(r"(?P<begin><!-- figures: (?P<name>\w+) -->\n).*?(?P<end><!-- end of figures -->)", re.DOTALL)
 LABELS = {"plain": "standard decoding", "chain": 'chain (`"dflash"`)', "auto": '`"auto"`, warmed'}
 LABELS |= {"auto, first use": '`"auto"`, first use', "lookup": "prompt lookup"}
@@ -575,6 +575,33 @@ def undrafted(results: Any) -> Iterator[str]:
     yield "shapes differently, so where two tokens are nearly equally probable, outputs part."
 
 
+def clients(results: Any) -> Iterator[str]:
+    """Programs that call `generate()`, with drafting switched on and without."""
+    yield f"`{results['about']['command']}`; {machine_of(results['about'])}:"
+    yield ""
+    columns = "program", "packages", "drafter", "output", "forwards, plain", "with drafting"
+    yield from rows(
+        columns,
+        (
+            (
+                run["title"],
+                ", ".join(run["packages"]),
+                run["drafter"],
+                client_outcome(run),
+                run.get("plain_forwards", ""),
+                run.get("forwards", ""),
+            )
+            for run in results["runs"]
+        ),
+    )
+
+
+def client_outcome(run: dict[str, Any]) -> str:
+    if "not_run" in run:
+        return f"not run: {run['not_run']}"
+    return "fails" if "failed" in run else "equal" if run["equal"] else "differs"
+
+
 BLOCKS: dict[str, tuple[str, Block]] = {
     "overview": ("auto_budget", overview),
     "cache": ("context", cache),
@@ -599,6 +626,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         markov_head,
         demo_replay,
         undrafted,
+        clients,
     )
 }
 
