@@ -145,6 +145,8 @@ def main(
             healthy = httpx.get(url + "/health").status_code == 200
             states[kind] = {"seconds": spent, "before": before, "after": state_of(pid), "healthy": healthy}
         runs += [{"server": kind, "request": number, **answer} for number, answer in enumerate(answers[kind])]
+    if dead := [kind for kind, state in states.items() if not state["healthy"]]:
+        raise SystemExit(f"These servers no longer answered at the end: {', '.join(dead)}.")
     different = [
         number
         for number, (one, other) in enumerate(zip(answers["ddtree"], answers["standard"]))

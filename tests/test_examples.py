@@ -36,15 +36,22 @@ def test_the_plan_on_cpu_and_disk():
     assert "The tokens are identical" in output
 
 
-WITHOUT_ACCELERATE = "import runpy, sys; sys.modules['accelerate'] = None; runpy.run_path(sys.argv[1], run_name='x')"
+WITHOUT = "import runpy, sys; sys.modules[sys.argv[2]] = None; runpy.run_path(sys.argv[1], run_name='x')"
+ACCELERATE = "This example needs Accelerate: pip install accelerate"
+NEEDS = [
+    ("data_parallel.py", "accelerate", ACCELERATE),
+    ("two_gpus.py", "accelerate", ACCELERATE),
+    ("ray_data.py", "ray", "This example needs Ray: pip install 'ray[data]'"),
+    ("rollouts.py", "trl", "This example needs TRL: pip install trl"),
+]
 
 
-@pytest.mark.parametrize("name", ["data_parallel.py", "two_gpus.py"])
-def test_a_missing_package_is_named_with_its_installation(name):
-    command = [sys.executable, "-c", WITHOUT_ACCELERATE, EXAMPLES / name]
+@pytest.mark.parametrize(("name", "package", "message"), NEEDS)
+def test_a_missing_package_is_named_with_its_installation(name, package, message):
+    command = [sys.executable, "-c", WITHOUT, EXAMPLES / name, package]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 1
-    assert finished.stderr == "This example needs Accelerate: pip install accelerate\n"
+    assert finished.stderr == f"{message}\n"
 
 
 def test_wrong_prompts_are_named(tmp_path):
