@@ -166,6 +166,24 @@ def test_save_and_load(tmp_path: Path) -> None:
             Calibration.load(tmp_path / "other.json")
 
 
+def test_powers_are_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    calibration = Calibration()
+    calibration.powers[True].learn([(0, 2)], [[[-0.1, -2.0, -4.0], [0.5, 0.0, 0.0]]], [1])
+    calibration.save(path)
+    loaded = Calibration.load(path)
+    for do_sample in (False, True):
+        assert loaded.powers[do_sample].to_dict() == calibration.powers[do_sample].to_dict()
+    assert loaded.powers[True].values != loaded.powers[False].values
+    table = json.loads(path.read_text())
+    for wrong in ({"greedy": {}}, {"greedy": {"values": [1.0], "curvatures": [1.0]}}, {"warm": {}}, [1]):
+        path.write_text(json.dumps(table | {"powers": wrong}))
+        with pytest.raises(ValueError, match="powers"):
+            Calibration.load(path)
+    path.write_text(json.dumps({name: value for name, value in table.items() if name != "powers"}))
+    assert Calibration.load(path).powers[True].values == Calibration().powers[True].values
+
+
 def test_expected_length() -> None:
     tree = DraftTree.from_parents([1, 2, 3, 4], [-1, 0, 0, 1], [0.0, math.log(0.5), math.log(0.25), math.log(0.1)])
     assert tree.expected_length == pytest.approx(1.85)

@@ -36,6 +36,8 @@ SHAPE = (len(DEPTHS), 2, len(RANKS), len(SURPRISES))
 PRIOR, MEMORY = 16.0, 1024
 # The powers of the marginal on the spine and off it, and of what the target said after the last tokens.
 INITIAL_POWERS = (1.0, 0.7, 0.3)
+# What the powers of greedy decoding and of sampling are called in a file.
+DECODING = {"greedy": False, "sampled": True}
 
 
 class Calibration:
@@ -109,17 +111,18 @@ class Calibration:
         self._set(counts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the table to a JSON file."""
+        """Writes the table and the powers to a JSON file."""
         table = {"depths": DEPTHS, "ranks": RANKS, "surprises": SURPRISES}
         right, stated = self._counts.tolist()
-        Path(path).write_text(json.dumps(table | {"right": right, "stated": stated}))
+        powers = {name: self.powers[do_sample].to_dict() for name, do_sample in DECODING.items()}
+        Path(path).write_text(json.dumps(table | {"right": right, "stated": stated, "powers": powers}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Reads what `save` wrote.
 
         Raises:
-            ValueError: If it is something else, or has other classes than this version.
+            ValueError: If it is something else, or has other classes or powers than this version.
         """
         table = json.loads(Path(path).read_text())
         classes = {"depths": list(DEPTHS), "ranks": list(RANKS), "surprises": list(SURPRISES)}
@@ -131,6 +134,11 @@ class Calibration:
                 "right and stated. Start with a new `Calibration`, which learns within some hundred rounds."
             )
         calibration._set(np.array([table["right"], table["stated"]], dtype=np.float64))
+        try:
+            for name, powers in table.get("powers", {}).items():
+                calibration.powers[DECODING[name]].set_dict(powers)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{str(path)!r} holds powers that `Calibration.save` did not write.") from error
         return calibration
 
     def _set(self, counts: np.ndarray) -> None:

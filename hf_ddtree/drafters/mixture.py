@@ -36,6 +36,24 @@ class Powers:
         self.values = tuple(map(float, initial))
         self._curvatures = (PRIOR_CURVATURE,) * len(self.values)
 
+    def to_dict(self) -> dict[str, list[float]]:
+        """What was learned, as JSON takes it."""
+        return {"values": list(self.values), "curvatures": list(self._curvatures)}
+
+    def set_dict(self, learned: dict[str, list[float]]) -> None:
+        """Takes what `to_dict` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it is something else.
+        """
+        values, curvatures = (tuple(map(float, learned[name])) for name in ("values", "curvatures"))
+        if not len(values) == len(curvatures) == len(self.values) or not all(
+            LEAST_POWER <= value <= LARGEST_POWER and 0 < curvature < float("inf")
+            for value, curvature in zip(values, curvatures)
+        ):
+            raise ValueError("no powers of this mixture")
+        self.values, self._curvatures = values, curvatures
+
     def learn(
         self, used: Sequence[Sequence[int]], log_factors: Sequence[Sequence[Sequence[float]]], chosen: Sequence[int]
     ) -> None:
