@@ -20,10 +20,12 @@ from typer.testing import CliRunner
 import hf_ddtree
 from hf_ddtree.cli import app
 from hf_ddtree.drafters import DFlashConfig, DFlashDraftModel
+from hf_ddtree.interop.allocations import PeakMemory
 from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.target.cache_rows import CommittedRows
 from hf_ddtree.target.features import FeatureRecorder
 from hf_ddtree.target.model import CachedModel
+from hf_ddtree.target.preallocation import preallocate
 from hf_ddtree.tree.draft_tree import DraftTree
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -135,21 +137,31 @@ def test_memory_worked_out_by_hand(name, check_published):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("budget", [16, 64])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_memory_is_what_the_shipped_pair_takes(budget, attention):
-    """Against all memory of tensors that is there after a verification and was not there before, and the masks."""
+@pytest.mark.parametrize(
+    ("budget", "attention", "length"),
+    [(16, "sdpa", 300), (64, "sdpa", 300), (16, "eager", 300), (64, "eager", 300), (64, "sdpa", 2000)],
+)
+def test_memory_is_what_the_shipped_pair_takes(budget, attention, length):
+    """Against all memory of tensors that is there after a verification and was not there before, and the masks; and
+    against the most that is there in a round."""
     model, drafter, _ = hf_ddtree.load_demo()
     model.set_attn_implementation(attention)
-    report = hf_ddtree.check(model, drafter, tree_budget=budget, context_length=300)
+    report = hf_ddtree.check(model, drafter, tree_budget=budget, context_length=length)
     assert report.drafter_fits
 
-    tokens = torch.randint(3, 500, (1, 300), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(3, 500, (1, length), generator=torch.Generator().manual_seed(0))
     masks = []
     with torch.no_grad():
         filled = model(tokens, use_cache=True)[CACHE_KEY]
-        positions = torch.arange(301)[None]
-        rows = CommittedRows(300, {"position_ids": positions}, 1, model.device)
+        context = sum(
+            value.nbytes
+            for layer in filled.layers
+            for part in vars(layer).values()
+            for value in (part.values() if isinstance(part, dict) else [part])
+            if isinstance(value, torch.Tensor)
+        )
+        positions = torch.arange(length + 1)[None]
+        rows = CommittedRows(length, {"position_ids": positions}, 1, model.device)
         recorder = FeatureRecorder(model, drafter.config.target_layer_ids)
         tree = DraftTree.from_parents(list(range(budget + 1)), [-1] + [0] * budget)
         kwargs = {CACHE_KEY: filled, "use_cache": True, "position_ids": positions, "attention_mask": None}
@@ -161,11 +173,18 @@ def test_memory_is_what_the_shipped_pair_takes(budget, attention):
             hook.remove()
             mask = next(mask for mask in masks.pop().values() if mask is not None)
             measured = allocated_bytes() - before
+            cached_model.commit(verification.tree_pass, [[0]])
+            preallocate(filled)
+            for _ in range(2):
+                with PeakMemory() as memory:
+                    cached_model.commit(cached_model.verify([tree]).tree_pass, [[0]])
     assert verification.outputs.logits.shape[1] == budget + 1
-    assert mask.nbytes == (budget + 1) * (300 + budget + 1) * (1 if attention == "sdpa" else 4)
+    assert mask.nbytes == (budget + 1) * (length + budget + 1) * (1 if attention == "sdpa" else 4)
     assert report.memory.total == pytest.approx(measured, rel=0.15)
     assert report.memory.features == verification.features.nbytes
     assert report.memory.logits == verification.outputs.logits.nbytes
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert report.memory.peak == pytest.approx(weights + context + memory.peak, rel=0.15)
 
 
 def allocated_bytes() -> int:

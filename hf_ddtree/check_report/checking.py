@@ -74,7 +74,8 @@ def check(
     try:
         check_target(model if isinstance(model, PreTrainedModel) else twin)
         most_nodes = AutoBudget().most_nodes if tree_budget == "auto" else tree_budget
-        found["memory"] = measure_tree_memory(twin, most_nodes + 1, context_length, layer_ids)
+        weights = _num_bytes(model if isinstance(model, PreTrainedModel) else twin, isinstance(model, PreTrainedModel))
+        found["memory"] = measure_tree_memory(twin, most_nodes + 1, context_length, layer_ids, weights)
     except ValueError as error:
         return CheckReport(**found, reason=str(error))
     except Exception as error:  # what modelling code asks of tensors without values is not foreseeable
@@ -90,6 +91,14 @@ def check(
         lines.append(drafter_loading_of(found["drafter"]))
     lines.append(generate_call(drafter is not None, tree_budget))
     return CheckReport(**found, supported=True, call="\n".join(lines))
+
+
+def _num_bytes(model: PreTrainedModel, is_loaded: bool) -> int | None:
+    """Bytes of a target's weights and buffers; None of a quantized one that is not loaded."""
+    if not is_loaded and getattr(model.config, "quantization_config", None) is not None:
+        return None
+    tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensors.values())
 
 
 def _name_of(given: Any) -> str:

@@ -15,10 +15,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..attention import dispatch
 from ..attention.packed_mask import PackedMasks
 from ..attention.tree_pass import TreePass
+from ..interop.allocations import PeakMemory
 from ..interop.versions import CACHE_KEY
 from ..target.cache_rows import CommittedRows
 from ..target.features import FeatureRecorder
-from ..target.model import CachedModel
+from ..target.model import CachedModel, Verification
+from ..target.preallocation import preallocate
 from ..tree.draft_tree import DraftTree
 
 
@@ -26,7 +28,9 @@ from ..tree.draft_tree import DraftTree
 class TreeMemory:
     """Bytes that one row's tree needs between its verification and the commit, beside what standard decoding holds.
 
-    Counted are tensors as they are allocated, not what a forward needs on its way.
+    And what a round takes at most.
+
+    Counted are tensors as they are allocated, not what a kernel needs on its way.
 
     Attributes:
         nodes: Nodes, the root included.
@@ -37,6 +41,10 @@ class TreeMemory:
         features: What is recorded for the drafter; 0 if it is not known.
         masks: The attention masks, one for each kind of layer, what tree attention makes of them without a kernel for
             the context, and the ancestor mask in the forms that layers need.
+        context: The cache before the round.
+        on_the_way: What a verification and its commit allocate at most at once, the parts above included. Where the
+            target has a kernel for its attention it is less, as the scores of a layer are counted.
+        target: The target's weights and buffers; None if they are not known, as of a quantized one that is not loaded.
     """
 
     nodes: int
@@ -46,10 +54,18 @@ class TreeMemory:
     logits: int
     features: int
     masks: int
+    context: int
+    on_the_way: int
+    target: int | None
+
+    @property
+    def peak(self) -> int | None:
+        """What is allocated at most in a round, without the drafter; None if the target's weights are not known."""
+        return None if self.target is None else self.target + self.context + self.on_the_way
 
     @property
     def total(self) -> int:
-        """Sum of all."""
+        """Sum of what stays of the tree until the commit."""
         return self.keys_and_values + self.recurrent + self.logits + self.features + self.masks
 
     @property
@@ -60,7 +76,7 @@ class TreeMemory:
 
 @torch.no_grad()
 def measure_tree_memory(
-    model: PreTrainedModel, nodes: int, context_length: int, layer_ids: Sequence[int]
+    model: PreTrainedModel, nodes: int, context_length: int, layer_ids: Sequence[int], target_bytes: int | None = None
 ) -> TreeMemory:
     """Verifies a tree on a model without weights and counts what stays allocated until the commit.
 
@@ -69,6 +85,7 @@ def measure_tree_memory(
         nodes: Nodes of the tree, the root included.
         context_length: Tokens in the cache.
         layer_ids: The target's layers whose outputs the drafter reads.
+        target_bytes: Of the target's weights, if they are known.
     """
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     prompt = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
@@ -90,11 +107,41 @@ def measure_tree_memory(
             cached_model = CachedModel(model, model_kwargs, rows, recorder)
             with cached_model.recording_past():
                 verification = cached_model.verify([tree])
+                after = _cache_bytes(cache)
+                parts = _parts_of(verification, cache, masks)
+                cached_model.commit(verification.tree_pass, [[0]])
+                on_the_way = _peak_of_round(cached_model, tree)
         finally:
             hook.remove()
-        after = _cache_bytes(cache)
     finally:
         recorder.close()
+    return TreeMemory(
+        nodes=nodes,
+        context_length=context_length,
+        keys_and_values=after["attention"] - before["attention"],
+        recurrent=after["state"] - before["state"] + parts["factors"],
+        logits=parts["logits"],
+        features=parts["features"],
+        masks=parts["masks"],
+        context=before["attention"] + before["state"],
+        on_the_way=on_the_way,
+        target=target_bytes,
+    )
+
+
+def _peak_of_round(cached_model: CachedModel, tree: DraftTree) -> int:
+    """What a verification and its commit allocate at most at once, where the cache has room already."""
+    preallocate(cached_model.cache)
+    peak = 0
+    for _ in range(2):  # the first makes the room
+        with PeakMemory() as memory:
+            cached_model.commit(cached_model.verify([tree]).tree_pass, [[0]])
+        peak = memory.peak
+    return peak
+
+
+def _parts_of(verification: Verification, cache: DynamicCache, masks: Sequence[Tensor]) -> dict[str, int]:
+    """Bytes of what a verification leaves beside the cache."""
     in_cache = {_storage(tensor) for layer in cache.layers for tensor in _tensors(vars(layer))}
     tree_pass = verification.tree_pass
     assert tree_pass is not None
@@ -103,16 +150,12 @@ def measure_tree_memory(
     factors, of_tree = (
         [part for part in kept if (_storage(part) in for_commit) == wanted] for wanted in (True, False)
     )
-    features = [] if verification.features is None else [verification.features]
-    return TreeMemory(
-        nodes=nodes,
-        context_length=context_length,
-        keys_and_values=after["attention"] - before["attention"],
-        recurrent=after["state"] - before["state"] + _num_bytes(factors),
-        logits=_num_bytes([verification.outputs.logits]),
-        features=_num_bytes(features),
-        masks=_num_bytes([*masks, *of_tree]),
-    )
+    return {
+        "factors": _num_bytes(factors),
+        "logits": _num_bytes([verification.outputs.logits]),
+        "features": 0 if verification.features is None else _num_bytes([verification.features]),
+        "masks": _num_bytes([*masks, *of_tree]),
+    }
 
 
 def _lengthen(cache: DynamicCache, length: int) -> None:

@@ -74,6 +74,14 @@ def _print_calls(console: Console, report: CheckReport) -> None:
             console.print(Text(f"  {suggestion.call}"), soft_wrap=True)
 
 
+def _mib(size: int) -> str:
+    return f"{size / 2**20:9.2f} MiB"
+
+
+def _parts(sizes: dict[str, int]) -> list[str]:
+    return [f"{_mib(size)}  {name.replace('_', ' ')}" for name, size in sizes.items() if size]
+
+
 def _table(report: CheckReport, is_auto: bool) -> Table:
     table = Table("", report.model, show_lines=True)
     verdict = Text("supported", style="bold green") if report.supported else Text("not supported", style="bold red")
@@ -86,9 +94,12 @@ def _table(report: CheckReport, is_auto: bool) -> Table:
         memory = asdict(report.memory)
         most = ", the most of `auto`," if is_auto else ""
         where = f"{memory.pop('nodes')} nodes{most} after {memory.pop('context_length')} tokens:"
-        parts = [f"{size / 2**20:9.2f} MiB  {name.replace('_', ' ')}" for name, size in memory.items() if size]
-        total = f"{report.memory.total / 2**20:9.2f} MiB  in all, {report.memory.per_node / 2**10:.1f} KiB per node"
-        table.add_row("memory of a tree", "\n".join([where, *parts, total]))
+        whole = {name: memory.pop(name) for name in ("target", "context", "on_the_way")}
+        total = f"{_mib(report.memory.total)}  in all, {report.memory.per_node / 2**10:.1f} KiB per node"
+        table.add_row("memory of a tree", "\n".join([where, *_parts(memory), total]))
+        if report.memory.peak is not None:
+            peak = f"{_mib(report.memory.peak)}  at most, beside the drafter"
+            table.add_row("memory of a round", "\n".join([*_parts(whole), peak]))
     if report.drafter is not None:
         fit = {True: "fits", False: "does not fit", None: "not known"}[report.drafter_fits]
         reason = "" if report.drafter_reason is None else f": {report.drafter_reason}"
