@@ -19,7 +19,7 @@ from .candidate_generators.peagle import PEagleTreeCandidateGenerator
 from .candidate_generators.sequential_head import SequentialHeadTreeCandidateGenerator
 from .configuration import DDTreeConfig
 from .drafters.causal_lm.checkpoint import CAUSAL_LM
-from .drafters.checkpoint import Checkpoint
+from .drafters.checkpoint import Checkpoint, config_errors
 from .drafters.dflash.checkpoint import DFLASH
 from .drafters.dflash2.checkpoint import DFLASH2
 from .drafters.domino.checkpoint import DOMINO
@@ -90,11 +90,11 @@ def load_drafter(
         raise TypeError(f"`target_model` must be the loaded target model, but is a `{type(target_model).__name__}`.")
     options = {key: value for key, value in from_pretrained_kwargs.items() if key != "trust_remote_code"}
     checkpoint = Checkpoint(path_or_repo_id, options)
-    kind = _kind_of_checkpoint(checkpoint, target_model)
-    config = kind.read_config(checkpoint)
+    kind, config = _read(checkpoint, target_model)
     if target_model is not None:
         kind.check_fits(config, target_model)
-    return kind.load(checkpoint, config, target_model).eval()
+    with config_errors(checkpoint.name):
+        return kind.load(checkpoint, config, target_model).eval()
 
 
 def checkpoint_kind(path_or_repo_id: str | os.PathLike[str]) -> DrafterKind:
@@ -104,7 +104,9 @@ def checkpoint_kind(path_or_repo_id: str | os.PathLike[str]) -> DrafterKind:
         ValueError: If it is of none that is known.
         OSError: If there is no such folder or repository.
     """
-    return _kind_of_checkpoint(Checkpoint(path_or_repo_id), target_model=None)
+    checkpoint = Checkpoint(path_or_repo_id)
+    with config_errors(checkpoint.name, AttributeError, TypeError):
+        return _kind_of_checkpoint(checkpoint, target_model=None)
 
 
 def check_checkpoint_fits(
@@ -123,9 +125,7 @@ def check_checkpoint_fits(
         ValueError: If the format is not supported, or the drafter does not fit.
         OSError: If there is no such folder or repository.
     """
-    checkpoint = Checkpoint(path_or_repo_id)
-    kind = _kind_of_checkpoint(checkpoint, target_model=None)
-    config = kind.read_config(checkpoint)
+    kind, config = _read(Checkpoint(path_or_repo_id), None)
     kind.check_fits(config, target_model)
     return config
 
@@ -170,6 +170,13 @@ def drafter_kind(assistant_model: Any) -> DrafterKind:
         "loads, or a causal language model with the target's tokenizer. For another way to draft, pass a "
         "`TreeCandidateGenerator` as `candidate_generator`."
     )
+
+
+def _read(checkpoint: Checkpoint, target_model: PreTrainedModel | None) -> tuple[DrafterKind, PreTrainedConfig | None]:
+    """What kind of drafter a checkpoint holds, and its configuration; None if only the weights can tell."""
+    with config_errors(checkpoint.name, AttributeError, TypeError):
+        kind = _kind_of_checkpoint(checkpoint, target_model)
+        return kind, kind.read_config(checkpoint)
 
 
 def _kind_of_checkpoint(checkpoint: Checkpoint, target_model: PreTrainedModel | None) -> DrafterKind:

@@ -137,6 +137,11 @@ class DDTreeDecoding:
         model_kwargs: dict[str, Any],
     ) -> None:
         """Refuses a target and a prepared call that cannot be exact."""
+        if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
+            raise ValueError(
+                f"The prompt is empty: `input_ids` has the shape {tuple(input_ids.shape)}. Give at least one token, "
+                "such as the one that texts begin with."
+            )
         GenerateArguments.prepared(model, generation_config).check(bool(self.config.tree_lookup))
         check_mode(generation_config, logits_processor)
         check_processes(model, generation_config, self.synced_gpus)

@@ -201,6 +201,33 @@ def test_save_and_load(tmp_path):
         DraftMemory.load(tmp_path / "memory.safetensors", tokenizer=Tokenizer("a", "c"))
 
 
+def test_tokens_outside_of_the_vocabulary_are_refused(tmp_path):
+    path, model = tmp_path / "memory.safetensors", make_model("llama", "sdpa")
+    call = {"generation_strategy": "ddtree", "tree_lookup": True, "max_new_tokens": 3, "do_sample": False}
+    for name, vocab_size in (("texts", 0), ("tokens", 0), ("texts", VOCAB_SIZE), ("tokens", VOCAB_SIZE)):
+        memory = DraftMemory()
+        memory.add_text([1, 2, VOCAB_SIZE if name == "texts" else 3, 4, 5, 6])
+        teach(memory.tables, (1, 2, 3), (VOCAB_SIZE if name == "tokens" else 10,), (0.8,))
+        memory.save(path)
+        save_file(
+            load_file(path), path, metadata={"format": "hf_ddtree draft memory 1", "vocab_size": str(vocab_size)}
+        )
+        with pytest.raises(ValueError, match="vocabulary"):
+            model.generate(make_prompt(), **call, draft_memory=DraftMemory.load(path))
+    arrays = load_file(path)
+    arrays["tokens"][...] = -1
+    save_file(arrays, path, metadata={"format": "hf_ddtree draft memory 1", "vocab_size": "0"})
+    with pytest.raises(ValueError, match="out of range"):
+        DraftMemory.load(path)
+    save_file(
+        arrays | {"codes": np.array(3)}, path, metadata={"format": "hf_ddtree draft memory 1", "vocab_size": "0"}
+    )
+    with pytest.raises(ValueError, match="no file that"):
+        DraftMemory.load(path)
+    with pytest.raises(OSError, match="cannot be written"):
+        DraftMemory().save(tmp_path / "missing" / "memory.safetensors")
+
+
 def test_matches_in_past_texts_are_as_long_as_they_are_and_trusted_as_they_were_right():
     memory = DraftMemory()
     memory.add_text([90, 91, 3, 4, 5, 6, 7, 8, 50, 51])

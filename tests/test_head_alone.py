@@ -87,3 +87,9 @@ def test_refusals():
         add_head(drafter, selector_rank=4)
     with pytest.raises(ValueError, match="goes on a DFlash drafter, but this is a `DFlash2DraftModel`"):
         add_head(drafter, "dspark")
+    drafter = make_drafter(make_model("qwen3_5", "sdpa"))
+    with pytest.raises(ValueError, match="has no setting `selector_rank`. It has markov_rank"):
+        add_head(drafter, "dspark", selector_rank=4)
+    for rank in (0, 2.5):
+        with pytest.raises(ValueError, match="`markov_rank` must be an integer of at least 1"):
+            add_head(drafter, "dspark", markov_rank=rank)

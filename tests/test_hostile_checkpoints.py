@@ -174,3 +174,41 @@ def test_weights_that_are_not_in_memory_or_quantized_are_left_alone():
     quantized.bias.fill_(float("inf"))
     with pytest.raises(ValueError, match="'name' holds NaN or infinity in 'bias'"):
         check_finite("name", quantized)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": [5]},
+        {"dflash_config": "text"},
+        {"speculators_model_type": ["peagle"]},
+        {"hidden_act": "nope"},
+        {"head_dim": 0},
+        {"num_hidden_layers": 0},
+        {"rms_norm_eps": "x"},
+        {"target_layer_ids": ["a"], "dflash_config": None},
+        {"block_size": 10**9},
+    ],
+)
+def test_settings_of_another_kind(folder, changes):
+    change_config(folder, **changes)
+    refused(folder, "config|block_size|checkpoint")
+
+
+@pytest.mark.parametrize("content", ["[]", "5", "null", "[" * 10**5])
+def test_configs_that_hold_no_object(folder, content):
+    (folder / "config.json").write_text(content)
+    with pytest.raises((ValueError, OSError), match="config"):
+        hf_ddtree.load_drafter(folder)
+
+
+def test_a_file_in_place_of_a_folder(folder):
+    refused(folder / "config.json", "is a file. Name the folder")
+
+
+@pytest.mark.parametrize("weight_map", [{}, {"norm.weight": "elsewhere.safetensors"}])
+def test_an_index_hides_no_weights(folder, weight_map):
+    """Transformers takes the whole file where there is one, so that is what is looked at."""
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    change_config(folder, intermediate_size=10**8)
+    refused(folder, "declares")

@@ -21,6 +21,7 @@ from hf_ddtree.training import Document, Evaluator, PackedDocuments, TrainingCon
 from hf_ddtree.training.anchors import labels_behind, possible_anchors, sample_anchors
 from hf_ddtree.training.block_loss import BlockLoss
 from hf_ddtree.training.checkpoints import latest_checkpoint, save_checkpoint
+from hf_ddtree.training.interrupts import deferred_interrupts
 from hf_ddtree.training.losses import position_weights, slot_losses
 from hf_ddtree.training.optimizers import build_optimizers
 from hf_ddtree.training.run_log import RunLog, read_log
@@ -274,6 +275,36 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path):
     logs = [read_log(tmp_path / name / "log.jsonl") for name in ("killed", "whole")]
     assert [[entry["loss"] for entry in log] for log in logs][0] == [entry["loss"] for entry in logs[1]]
     assert [entry["step"] for entry in logs[0]] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.core
+def test_a_run_that_is_interrupted_loses_no_step(tmp_path):
+    """Ctrl-C as step 3 is logged, long before a checkpoint is due."""
+
+    def interrupt(entry):
+        if entry["step"] == 3 and trainer.step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    trainer = make_trainer(tmp_path / "interrupted", on_log=interrupt, checkpoint_every=100)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # The signal came while step 3 was reported, so the next one was the last.
+    assert latest_checkpoint(tmp_path / "interrupted" / "checkpoints").name == "step-00000004"
+    make_trainer(tmp_path / "interrupted", checkpoint_every=100).train()
+    make_trainer(tmp_path / "whole", checkpoint_every=100).train()
+    one, other = weights_of(tmp_path / "interrupted"), weights_of(tmp_path / "whole")
+    for name in ("weights.safetensors", "optimizers.safetensors"):
+        assert one[name] == other[name], name
+
+
+def test_a_second_interrupt_raises_at_once():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts() as was_interrupted:
+        assert not was_interrupted()
+        signal.raise_signal(signal.SIGINT)
+        assert was_interrupted()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_two_processes_learn_what_one_learns_from_twice_the_rows(tmp_path):

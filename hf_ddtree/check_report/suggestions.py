@@ -81,7 +81,7 @@ def suggestions_for(target: PreTrainedModel, has_mtp: bool | None) -> Iterator[S
         + (":" if small else ", in place of SMALL_MODEL. It must be several times faster:"),
         drafter_loading_of(small or "SMALL_MODEL"),
     )
-    yield Suggestion("A drafter that you train: recipes/demo_pair in the repository has every step of one.")
+    yield Suggestion("A drafter that you train, with `hf-ddtree train` and prompts of your own.")
 
 
 def _small_model_for(target: PreTrainedModel) -> str | None:

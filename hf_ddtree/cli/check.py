@@ -93,7 +93,7 @@ def _table(report: CheckReport, is_auto: bool) -> Table:
     if report.memory is not None:
         memory = asdict(report.memory)
         most = ", the most of `auto`," if is_auto else ""
-        where = f"{memory.pop('nodes')} nodes{most} after {memory.pop('context_length')} tokens:"
+        where = f"{memory.pop('nodes') - 1} nodes and the root{most} after {memory.pop('context_length')} tokens:"
         whole = {name: memory.pop(name) for name in ("target", "context", "on_the_way")}
         total = f"{_mib(report.memory.total)}  in all, {report.memory.per_node / 2**10:.1f} KiB per node"
         table.add_row("memory of a tree", "\n".join([where, *_parts(memory), total]))

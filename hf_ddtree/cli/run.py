@@ -48,7 +48,7 @@ def run(
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A repository of the Hub, or a folder.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A repository of the Hub, a folder, or `demo`.")],
     drafter: Drafter = None,
     tree_budget: Budget = "auto",
     tree_lookup: Lookup = None,
@@ -63,6 +63,11 @@ def serve(
 
     if not is_serve_available():
         raise typer.BadParameter("The server needs more packages: pip install 'hf-ddtree[serve]'")
+    if model == "demo":
+        from ..demo import demo_folders
+
+        model, demo_drafter = demo_folders()
+        drafter = drafter or demo_drafter
     check_repository("target", model, "MODEL")
     if drafter not in (None, "lookup"):
         _check_pair(model, drafter)

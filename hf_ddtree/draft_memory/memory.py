@@ -81,7 +81,17 @@ class DraftMemory:
                     f"`draft_memory` holds tokens of a vocabulary of {self._vocab_size}, but the model has "
                     f"{vocab_size}. Keep one `DraftMemory` for each tokenizer."
                 )
+            if self._vocab_size is None:
+                self._check_tokens(vocab_size)
             self._vocab_size = vocab_size
+
+    def _check_tokens(self, vocab_size: int) -> None:
+        largest = max(self.tables.largest_token, max(self._index.tokens, default=-1))
+        if largest >= vocab_size:
+            raise ValueError(
+                f"`draft_memory` holds the token {largest}, but the vocabulary has {vocab_size}. Keep one "
+                "`DraftMemory` for each tokenizer."
+            )
 
     def add_text(self, tokens: Sequence[int]) -> None:
         """Keeps a text, in place of those that were used longest ago if there is no room for it."""
@@ -109,13 +119,20 @@ class DraftMemory:
             return texts, found
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the memory to a safetensors file."""
+        """Writes the memory to a safetensors file.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
         with self.lock:
             tensors = self.tables.to_arrays()
             tensors["texts"] = np.array(self._index.tokens, dtype=np.int32)
             tensors["match_accuracy"] = self.match_accuracy.to_array()
             about = {"format": FORMAT, "tokenizer": self._fingerprint or "", "vocab_size": str(self._vocab_size or 0)}
-        save_file(tensors, os.fspath(path), metadata=about)
+        try:
+            save_file(tensors, os.fspath(path), metadata=about)
+        except SafetensorError as error:
+            raise OSError(f"The memory cannot be written to {os.fspath(path)!r}: {error}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], max_bytes: int = 1 << 26, tokenizer: Any = None) -> DraftMemory:
@@ -143,8 +160,12 @@ class DraftMemory:
             if accuracy is not None:
                 memory.match_accuracy.set_array(accuracy)
             memory.tables.set_arrays(tensors)
-            memory._vocab_size = int(about["vocab_size"]) or None
-        except (KeyError, ValueError, SafetensorError) as error:
+            vocab_size = int(about["vocab_size"])
+            if vocab_size < 0 or (vocab_size and texts.max(initial=-1) >= vocab_size):
+                raise ValueError("`texts` holds tokens outside of the vocabulary")
+            if vocab_size:
+                memory.check_vocabulary(vocab_size)
+        except (AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise ValueError(f"{os.fspath(path)!r} is no file that `DraftMemory.save` wrote: {error}.") from error
         written_for = about.get("tokenizer") or None
         if tokenizer is not None and written_for != memory._fingerprint:

@@ -224,6 +224,11 @@ class SuccessorTables:
             "counts": self._counts[slots],
         }
 
+    @property
+    def largest_token(self) -> int:
+        """The largest token that is a successor; -1 if there is none."""
+        return int(self._tokens.max(initial=-1))
+
     def set_arrays(self, arrays: dict[str, np.ndarray]) -> None:
         """Takes what `to_arrays` gave, as much of it as there is room for.
 
@@ -237,7 +242,7 @@ class SuccessorTables:
         for array, shape, dtype in zip((codes, tokens, probs, counts), shapes, dtypes):
             if array.shape != shape or array.dtype != dtype:
                 raise ValueError(f"an array is {array.dtype} {array.shape}, not {np.dtype(dtype)} {shape}")
-        in_range = (probs >= 0) & (probs <= 2) & (tokens >= -1)
+        in_range = (probs >= 0) & (probs <= 2) & ((tokens >= 0) | (tokens == -1) & (probs == 0))
         if not in_range.all() or not ((counts >= 0) & (counts < 1e6)).all():
             raise ValueError("probabilities, counts or tokens are out of range")
         first = max(0, len(codes) - self.most_slots // 2)

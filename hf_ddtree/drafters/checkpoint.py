@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..target.weights import execution_device
@@ -13,6 +18,24 @@ from .weight_files import check_declared_size, check_finite, find_weight_files
 
 # Keywords of `from_pretrained` that say where the files are.
 LOCATION_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+@contextmanager
+def config_errors(name: str, *others: type[Exception]) -> Iterator[None]:
+    """Makes one `ValueError` of what values that a config.json must not have raise inside.
+
+    Args:
+        name: The checkpoint, for the message.
+        *others: Further errors that can come of nothing else inside.
+    """
+    kinds: tuple[type[Exception], ...] = (KeyError, RecursionError, StrictDataclassError, ZeroDivisionError, *others)
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(
+            f"The checkpoint {name!r} has a config.json that cannot be read as a drafter's: "
+            f"{textwrap.shorten(repr(error), 300)}. Download it again, or use another drafter."
+        ) from error
 
 
 class Checkpoint:
@@ -51,8 +74,14 @@ class Checkpoint:
 
         Raises:
             OSError: If there is no such folder or repository.
+            ValueError: If it is a file, or its `config.json` holds something else than an object.
         """
-        return PreTrainedConfig.get_config_dict(self.path, **self.location)[0]
+        if Path(self.path).is_file():
+            raise ValueError(f"{self.name!r} is a file. Name the folder of the drafter's checkpoint.")
+        raw_config = PreTrainedConfig.get_config_dict(self.path, **self.location)[0]
+        if not isinstance(raw_config, dict):
+            raise ValueError(f"The checkpoint {self.name!r} has a config.json that holds no object.")
+        return raw_config
 
     @property
     def model_type(self) -> str | None:

@@ -31,8 +31,10 @@ def find_weight_files(path: Any, location: dict[str, Any]) -> list[str]:
             but some are pickled.
     """
     index = _file(path, "model.safetensors.index.json", location)
-    names = ["model.safetensors"] if index is None else names_in_index(path, index)
-    files = [file for name in names if (file := _file(path, name, location)) is not None]
+    names = [] if index is None else names_in_index(path, index)
+    whole = _file(path, "model.safetensors", location)
+    # Transformers takes this one where there are both.
+    files = [file for name in names if (file := _file(path, name, location)) is not None] if whole is None else [whole]
     folder = Path(path) / location.get("subfolder", "")
     pickled = [file.name for pattern in PICKLES for file in sorted(folder.glob(pattern))]
     if not files and pickled:

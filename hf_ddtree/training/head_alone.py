@@ -9,6 +9,7 @@ import torch
 from ..drafters.dflash import DFlashDraftModel
 from ..drafters.dflash2 import DFlash2Config, DFlash2DraftModel
 from ..drafters.dspark import DSparkConfig, DSparkDraftModel
+from ..validation import require_positive_int
 
 HeadName = Literal["dflash2", "dspark"]
 HEADS: tuple[str, ...] = get_args(HeadName)
@@ -16,6 +17,8 @@ HEADS: tuple[str, ...] = get_args(HeadName)
 _MODULES = {"dflash2": ("candidate_selector",), "dspark": ("markov_head", "confidence_head")}
 # Length of the vectors per token.
 RANK = 128
+# The settings of each head that can be chosen.
+SETTINGS: dict[str, tuple[str, ...]] = {"dflash2": ("selector_rank", "selector_top_k"), "dspark": ("markov_rank",)}
 
 
 def add_head(drafter: DFlashDraftModel, head: HeadName = "dflash2", **settings: Any) -> DFlashDraftModel:
@@ -28,14 +31,14 @@ def add_head(drafter: DFlashDraftModel, head: HeadName = "dflash2", **settings: 
         drafter: A DFlash or JetSpec drafter. Or one that has the head already, which is then trained on.
         head: `"dflash2"`, a selector that scores pairs of neighbours by the slot's hidden state, or `"dspark"`, a
             Markov table of pairs, without a confidence head.
-        settings: Of the new drafter's configuration, such as `selector_rank` or `markov_rank`.
+        settings: Of the new head: `selector_rank` and `selector_top_k`, or `markov_rank`.
 
     Returns:
         The drafter to train, on the device and in the dtype of the one that was given. If that has the head already,
         it is the same object.
 
     Raises:
-        ValueError: If there is no such head, or it does not go on such a drafter.
+        ValueError: If there is no such head, it has no such setting, or it does not go on such a drafter.
     """
     if head not in HEADS:
         raise ValueError(f"`head` must be one of {', '.join(map(repr, HEADS))}, but is {head!r}.")
@@ -56,7 +59,16 @@ def add_head(drafter: DFlashDraftModel, head: HeadName = "dflash2", **settings: 
     return headed
 
 
+def _check_settings(head: HeadName, settings: dict[str, Any]) -> None:
+    known = SETTINGS[head]
+    for name, value in settings.items():
+        if name not in known:
+            raise ValueError(f"The head {head!r} has no setting `{name}`. It has {', '.join(known)}.")
+        require_positive_int(name, value)
+
+
 def _with_head(drafter: DFlashDraftModel, head: HeadName, settings: dict[str, Any]) -> DFlashDraftModel:
+    _check_settings(head, settings)
     of_drafter = drafter.config.to_dict()
     for name in ("architectures", "dtype", "model_type"):
         of_drafter.pop(name, None)

@@ -20,6 +20,7 @@ from .checkpoints import latest_checkpoint, load_checkpoint, read_state, save_ch
 from .config import TrainingConfig
 from .documents import Rows, RowSource
 from .evaluation import Evaluation, Evaluator
+from .interrupts import deferred_interrupts
 from .optimizers import build_optimizers, linear_schedule, set_learning_rate
 from .run_log import RunLog, scalars_of
 from .target_features import TargetFeatures
@@ -123,24 +124,28 @@ class DrafterTrainer:
         Raises:
             FloatingPointError: If the loss is no number. The last checkpoint is from before.
             OSError: If a checkpoint cannot be written. The one before is left.
+            KeyboardInterrupt: After Ctrl-C, once the step is done and a checkpoint written; at once after a second.
         """
         features = TargetFeatures(self._target, self.drafter.config.target_layer_ids)
         evaluation = self.evaluate() if self.step == 0 or self.progress >= 1 else None
         since_log: list[torch.Tensor] = []
         try:
-            while self.progress < 1:
-                start = time.perf_counter()
-                since_log.append(self._take_step(features))
-                self.step += 1
-                self.seconds += self._agreed(time.perf_counter() - start)
-                is_last = self.progress >= 1
-                if self.step % self.config.log_every == 0 or is_last:
-                    self._report(since_log)
-                    since_log = []
-                if self.step % self.config.evaluate_every == 0 or is_last:
-                    evaluation = self.evaluate()
-                if self.step % self.config.checkpoint_every == 0 or is_last:
-                    self.save_checkpoint()
+            with deferred_interrupts() as was_interrupted:
+                while self.progress < 1:
+                    start = time.perf_counter()
+                    since_log.append(self._take_step(features))
+                    self.step += 1
+                    self.seconds += self._agreed(time.perf_counter() - start)
+                    is_last, is_stopped = self.progress >= 1, self._is_anywhere(was_interrupted())
+                    if self.step % self.config.log_every == 0 or is_last:
+                        self._report(since_log)
+                        since_log = []
+                    if self.step % self.config.evaluate_every == 0 or is_last:
+                        evaluation = self.evaluate()
+                    if self.step % self.config.checkpoint_every == 0 or is_last or is_stopped:
+                        self.save_checkpoint()
+                    if is_stopped and not is_last:
+                        raise KeyboardInterrupt
         finally:
             features.close()
         return evaluation
@@ -231,6 +236,12 @@ class DrafterTrainer:
             return seconds
         mine = torch.tensor(seconds if self._is_main else 0.0, device=accelerator.device)
         return float(accelerator.reduce(mine, "sum"))
+
+    def _is_anywhere(self, flag: bool) -> bool:
+        """Whether a flag is set in some process."""
+        if self._accelerator.num_processes == 1:
+            return flag
+        return bool(self._accelerator.reduce(torch.tensor(float(flag), device=self._accelerator.device), "sum") > 0)
 
     def _report(self, steps: Sequence[torch.Tensor]) -> None:
         """Logs what some steps gave."""

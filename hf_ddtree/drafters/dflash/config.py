@@ -7,6 +7,9 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
+# Most slots of a block; those that are published have 16.
+MOST_SLOTS = 1024
+
 
 @strict
 class DFlashConfig(Qwen3Config):
@@ -66,6 +69,8 @@ class DFlashConfig(Qwen3Config):
     def _check_values(self) -> None:
         if self.block_size < 2:
             raise ValueError(f"`block_size` is {self.block_size}. It counts the root, so it must be at least 2.")
+        if self.block_size > MOST_SLOTS:
+            raise ValueError(f"`block_size` is {self.block_size}, but must be at most {MOST_SLOTS}.")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` is {self.mask_token_id}, but must be between 0 and `vocab_size - 1` "

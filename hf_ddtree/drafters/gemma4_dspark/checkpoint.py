@@ -47,8 +47,13 @@ def read_gemma4_dspark_config(checkpoint: Checkpoint) -> Gemma4DSparkConfig:
     given = {key: value for key, value in checkpoint.raw_config.items() if value is not None}
     known = fields_of(Gemma4TextConfig).difference(("per_layer_config",)).union(REQUIRED, OPTIONAL, OF_LAYERS)
     refuse_unknown_keys(checkpoint, given, known)
-    layer_types = [LAYER_TYPE] * given.get("num_hidden_layers", 0)
+    layer_types = [LAYER_TYPE] * len(given.get("layer_types", ()))
     refuse_other_values(checkpoint, given, {**ONLY, "layer_types": (layer_types,)})
+    if layer_types and len(layer_types) != given.get("num_hidden_layers"):
+        raise ValueError(
+            f"The checkpoint {checkpoint.name!r} has a config.json with `num_hidden_layers` "
+            f"{given.get('num_hidden_layers')!r}, but {len(layer_types)} `layer_types`. Use another drafter."
+        )
     shares = given.get("attention_k_eq_v")
     key_heads = "num_global_key_value_heads" if shares else "num_key_value_heads"
     rope: dict[str, Any] = given.get("rope_parameters") or {}
