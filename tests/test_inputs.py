@@ -417,3 +417,11 @@ def test_only_the_hooked_layers_are_recorded():
         assert not any(recorder._outputs.values()), "nothing is recorded outside"
     finally:
         recorder.close()
+
+
+def test_an_empty_prompt_is_refused_by_name():
+    model = make_model("llama", "sdpa")
+    with pytest.raises(ValueError, match=r"The prompt is empty: `input_ids` has the shape \(1, 0\)"):
+        model.generate(
+            torch.empty((1, 0), dtype=torch.long), max_new_tokens=2, generation_strategy="ddtree", tree_lookup=True
+        )
