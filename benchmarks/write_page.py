@@ -575,6 +575,18 @@ def undrafted(results: Any) -> Iterator[str]:
     yield f"All methods gave the same output on {equal} of {len(outputs)} prompts."
 
 
+def undrafted_speed(results: Any) -> Iterator[str]:
+    """Speed without a drafter, with `auto`, by kind of prompt."""
+    about, speeds = results["about"], results["summary"]["auto"]
+    *lines, _ = source(about)
+    equal = sum(run["identical"] for run in results["runs"]) == len(results["runs"])
+    outputs = "every output is" if equal else "not every output is"
+    yield from (*lines, f"{about['prompts']} prompts, {about['tokens']} tokens each, {about['dtype']}; {outputs}")
+    yield 'standard decoding\'s. Its seconds over those of `tree_lookup=True, tree_budget="auto"`:'
+    yield ""
+    yield from rows(list(speeds), [[f"{speed:.2f}x" for speed in speeds.values()]])
+
+
 def clients(results: Any) -> Iterator[str]:
     """Programs that call `generate()`, with drafting switched on and without."""
     yield f"`{results['about']['command']}`; {machine_of(results['about'])}:"
@@ -626,6 +638,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         markov_head,
         demo_replay,
         undrafted,
+        undrafted_speed,
         clients,
     )
 }
