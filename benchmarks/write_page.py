@@ -587,6 +587,30 @@ def undrafted_speed(results: Any) -> Iterator[str]:
     yield from rows(list(speeds), [[f"{speed:.2f}x" for speed in speeds.values()]])
 
 
+def serving(results: Any) -> Iterator[str]:
+    """The server with and without drafting under the same load."""
+    about, summary = results["about"], results["summary"]
+    labels = {"ddtree": "`hf-ddtree serve`", "standard": "`transformers serve`"}
+    counted = f"{about['clients']} clients, {summary['requests']} requests of {about['new_tokens']} tokens"
+    yield f"{counted}, all answers equal; {machine_of(about)}:"
+    yield ""
+    yield from rows(
+        ("server", "seconds", "seconds to the first token", "MiB before and after", "threads before and after"),
+        (
+            (
+                label,
+                summary[name]["seconds"],
+                median(summary[name]["first"]),
+                " - ".join(
+                    f"{summary['states'][name][when]['memory_kib'] / 1024:.0f}" for when in ("before", "after")
+                ),
+                " - ".join(str(summary["states"][name][when]["threads"]) for when in ("before", "after")),
+            )
+            for name, label in labels.items()
+        ),
+    )
+
+
 def clients(results: Any) -> Iterator[str]:
     """Programs that call `generate()`, with drafting switched on and without."""
     yield f"`{results['about']['command']}`; {machine_of(results['about'])}:"
@@ -639,6 +663,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         demo_replay,
         undrafted,
         undrafted_speed,
+        serving,
         clients,
     )
 }
