@@ -561,6 +561,24 @@ def test_the_drafter_is_not_asked_where_a_long_match_is_followed(num_rows):
     assert 5 <= stats.target_forwards - 1 - stats.draft_forwards < stats.target_forwards - 60
 
 
+@pytest.mark.core
+def test_a_later_branch_wins_where_the_drafter_is_not_asked(monkeypatch):
+    """What follows a long repetition alternates, so the most recent match is wrong and an older one right."""
+    monkeypatch.setattr(CombinedTreeCandidateGenerator, "_suffices", lambda *_: True)
+    same, one, other = text_of(14), text_of(9, seed=1), text_of(9, seed=2)
+    model = make_model("qwen3_5", "sdpa")
+    text = (same + one + same + other) * 4
+    plain, tree = dictate(text, assistant_model=make_drafter(model), return_trees=True, tree_budget=24)
+    assert tree.sequences.tolist() == plain.sequences.tolist()
+    assert_same_cache(tree[CACHE_KEY], plain[CACHE_KEY])
+    stats = tree.ddtree_stats
+    assert stats.draft_forwards < stats.rounds - 3
+    branched = [
+        number for number, [path] in enumerate(stats.accepted_paths) if number and path != list(range(len(path)))
+    ]
+    assert len(branched) >= 2, stats.accepted_paths
+
+
 def test_a_drafter_of_the_users_is_always_asked():
     text = text_of(40)
     asked = []
