@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
 
 from hf_ddtree.decoding import acceptance_on_device
 from hf_ddtree.decoding.acceptance import accept_in_lockstep
@@ -19,6 +20,25 @@ from hf_ddtree.tree.tree_batch import TreeBatch
 
 VOCAB_SIZE = 5
 CPU = torch.device("cpu")
+PROMPT_LENGTH = 3
+# Their effects begin and end within a path.
+PROCESSORS = {
+    "temperature": lambda: logits_process.TemperatureLogitsWarper(0.7),
+    "top k": lambda: logits_process.TopKLogitsWarper(3),
+    "repetition": lambda: logits_process.RepetitionPenaltyLogitsProcessor(1.7),
+    "repetition after the prompt": lambda: logits_process.RepetitionPenaltyLogitsProcessor(1.7, PROMPT_LENGTH),
+    "repetition after the padding": lambda: logits_process.RepetitionPenaltyLogitsProcessor(
+        1.7, torch.tensor([1, 0, 2])
+    ),
+    "least length": lambda: logits_process.MinLengthLogitsProcessor(PROMPT_LENGTH + 2, [1, 4]),
+    "least new tokens": lambda: logits_process.MinNewTokensLengthLogitsProcessor(PROMPT_LENGTH, 1, 2),
+    "first token": lambda: logits_process.ForcedBOSTokenLogitsProcessor(3),
+    "last token": lambda: logits_process.ForcedEOSTokenLogitsProcessor(PROMPT_LENGTH + 3, 4),
+    "rising end": lambda: logits_process.ExponentialDecayLengthPenalty((1, 1.5), 2, PROMPT_LENGTH),
+    "not at first": lambda: logits_process.SuppressTokensAtBeginLogitsProcessor([0, 3], PROMPT_LENGTH + 1),
+    "bias": lambda: logits_process.SequenceBiasLogitsProcessor([[[1], 1.5], [[0, 2], -4.0], [[2, 3, 4], 6.0]]),
+    "bad words": lambda: logits_process.NoBadWordsLogitsProcessor([[1, 1], [2, 3], [4, 0, 1]]),
+}
 
 
 def random_tree(generator: torch.Generator, budget: int) -> DraftTree:
@@ -41,7 +61,7 @@ class Emitted:
         self.steps = []
         self.indices = list(range(rows))
         self._num_steps = num_steps
-        self.token_ids = torch.zeros((rows, 1), dtype=torch.int64)
+        self.token_ids = torch.zeros((rows, PROMPT_LENGTH), dtype=torch.int64)
 
     @property
     def finished(self) -> bool:
@@ -49,7 +69,9 @@ class Emitted:
 
     def append(self, choices):
         self.steps.append((choices.tokens, choices.logits, choices.scores))
-        return self.ends.get(len(self.steps), choices.tokens)
+        tokens = self.ends.get(len(self.steps), choices.tokens)
+        self.token_ids = torch.cat((self.token_ids, torch.tensor(tokens)[:, None]), dim=1)
+        return tokens
 
 
 def same(one, other):
@@ -62,17 +84,18 @@ def same(one, other):
     rows=st.integers(1, 3),
     budget=st.integers(0, 24),
     do_sample=st.booleans(),
-    warped=st.booleans(),
+    names=st.sets(st.sampled_from(sorted(PROCESSORS)), max_size=4),
     num_steps=st.sampled_from((1, 2, 99)),
     slice_size=st.sampled_from((1, 5 * VOCAB_SIZE, 2**24)),
 )
-def test_rows_in_lockstep(seed, rows, budget, do_sample, warped, num_steps, slice_size):
+def test_rows_in_lockstep(seed, rows, budget, do_sample, names, num_steps, slice_size):
+    rows = 3 if "repetition after the padding" in names else rows
     generator = torch.Generator().manual_seed(seed)
     trees = [random_tree(generator, max(0, budget - 3 * row)) for row in range(rows)]
     batch = TreeBatch.from_trees(trees, CPU)
     logits = torch.randn((rows, batch.num_nodes, VOCAB_SIZE), generator=generator) * 2
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(3)] if warped else [])
-    chooser = Chooser(processors, do_sample)
+    chooser = Chooser(LogitsProcessorList([PROCESSORS[name]() for name in sorted(names)]), do_sample)
+    assert chooser.chooses_ahead
 
     torch.manual_seed(seed)
     expected, expected_paths = Emitted(num_steps, rows), [[0] for _ in trees]
@@ -80,10 +103,9 @@ def test_rows_in_lockstep(seed, rows, budget, do_sample, warped, num_steps, slic
     expected_state = torch.get_rng_state()
 
     torch.manual_seed(seed)
-    depth = max(int(tree.depths.max()) for tree in trees)
-    with mock.patch.object(acceptance_on_device, "SLICE", slice_size):
-        ahead = ChoicesOnDevice(chooser, logits, batch if batch.num_nodes > 1 else None, depth, {})
     got, paths = Emitted(num_steps, rows), [[0] for _ in trees]
+    with mock.patch.object(acceptance_on_device, "SLICE", slice_size):
+        ahead = ChoicesOnDevice(chooser, logits, trees, batch if batch.num_nodes > 1 else None, [got], {})
     ahead.emit(got, paths)
     ahead.rewind_rng(len(paths[0]))
     assert paths == expected_paths
@@ -101,8 +123,8 @@ def test_rows_that_have_finished_go_on_with_padding():
     batch = TreeBatch.from_trees(trees, CPU)
     logits = torch.zeros((2, 4, VOCAB_SIZE))
     logits[0, :, 3] = logits[1, 0, 4] = logits[1, 2, 1] = logits[1, 3, 2] = 1.0
-    ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), False), logits, batch, 2, {0: 0})
     paths, emitted = [[0], [0]], Emitted(99, 2)
+    ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), False), logits, trees, batch, [emitted], {0: 0})
     ahead.emit(emitted, paths)
     assert paths == [[0, 1, 2], [0, 2, 3]]
     assert [tokens for tokens, *_ in emitted.steps] == [[0, 4], [0, 1], [0, 2]]
@@ -113,7 +135,8 @@ def test_a_token_that_was_not_chosen_ends_the_path():
     trees = [DraftTree.chain([3, 1, 2])]
     logits = torch.zeros((1, 3, VOCAB_SIZE))
     logits[0, 0, 1] = logits[0, 1, 2] = 1.0
-    ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), False), logits, TreeBatch.from_trees(trees, CPU), 2, {})
+    batch = TreeBatch.from_trees(trees, CPU)
+    ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), False), logits, trees, batch, [], {})
     for ends, expected in (({}, [0, 1, 2]), ({2: [4]}, [0, 1]), ({1: [4]}, [0])):
         path = [0]
         ahead.emit(Emitted(99, 1, ends), [path])
@@ -136,7 +159,7 @@ def test_nan_anywhere_is_told(do_sample):
         logits = torch.randn((1, 4, VOCAB_SIZE))
         logits[0, node] = float("nan")
         before = torch.get_rng_state()
-        ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), do_sample), logits, batch, 2, {})
+        ahead = ChoicesOnDevice(Chooser(LogitsProcessorList(), do_sample), logits, trees, batch, [], {})
         assert ahead.has_nan
         ahead.rewind_rng(0)
         assert torch.equal(torch.get_rng_state(), before)
@@ -144,6 +167,7 @@ def test_nan_anywhere_is_told(do_sample):
 
 def test_a_lone_root_without_a_distribution():
     logits = torch.full((1, 1, VOCAB_SIZE), float("nan"))
-    assert ChoicesOnDevice(Chooser(LogitsProcessorList(), False), logits, None, 0, {}).has_nan
+    root = [DraftTree.root_only(1)]
+    assert ChoicesOnDevice(Chooser(LogitsProcessorList(), False), logits, root, None, [], {}).has_nan
     with pytest.raises(RuntimeError, match="NaN"):
-        ChoicesOnDevice(Chooser(LogitsProcessorList(), True), logits, None, 0, {})
+        ChoicesOnDevice(Chooser(LogitsProcessorList(), True), logits, root, None, [], {})

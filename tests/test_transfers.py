@@ -79,6 +79,36 @@ def test_a_round_waits_once_before_the_verification_and_once_after(family, versi
         assert torch.equal(got, decode(model, None, rows, **options))
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 9, "eos_token_id": list(range(1, VOCAB_SIZE, 3)), "forced_eos_token_id": 4},
+        {"bad_words_ids": [[3], [17], [40, 41], [12, 13, 14]], "begin_suppress_tokens": [5, 9]},
+        {"exponential_decay_length_penalty": (2, 1.4), "eos_token_id": 7, "do_sample": True, "temperature": 0.7},
+        {"repetition_penalty": 1.2, "do_sample": True, "output_scores": True},
+    ],
+    ids=["repetition", "lengths", "words", "rising end", "with scores"],
+)
+def test_processors_of_the_tokens_before_add_no_wait(options, rows):
+    model, _, on_device, drafter = pair("llama", 1)
+    accelerator = FakeAccelerator()
+    policy = Counting(accelerator)
+    options = {"return_dict_in_generate": True, **options}
+    got = decode(on_device, drafter, rows, accelerator, tree_budget=policy, **options)
+    assert len(policy.rounds) > 1
+    for waits in policy.rounds[1:]:
+        # A last token without a tree is a forward of standard decoding, where Transformers looks at the padding.
+        of_round = [wait for wait in waits if not any("masking_utils" in frame for frame in wait.frames)]
+        assert [wait.kind for wait in of_round] == [TO_HOST, TO_HOST], waits
+    if rows == 1 or not options.get("do_sample"):
+        expected = decode(model, None, rows, **options)
+        assert torch.equal(got.sequences, expected.sequences)
+        for score, score_expected in zip(got.scores or (), expected.scores or (), strict=True):
+            torch.testing.assert_close(score, score_expected, rtol=1e-4, atol=1e-4)
+
+
 class FollowsTheTokenBefore(LogitsProcessor):
     """Needs the tokens so far, and so a walk node by node."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
 from ..devices import on_device
@@ -27,6 +29,21 @@ PER_TOKEN_PROCESSORS = frozenset(
         logits_process.TopKLogitsWarper,
         logits_process.TopPLogitsWarper,
         logits_process.TypicalLogitsWarper,
+    }
+)
+# Processors that also look at the tokens before, or at how many there are, row by row and by tensor operations alone:
+# the host reads no value, and a call leaves nothing that the next one sees. Exact types as well.
+PER_PATH_PROCESSORS = frozenset(
+    {
+        logits_process.ExponentialDecayLengthPenalty,
+        logits_process.ForcedBOSTokenLogitsProcessor,
+        logits_process.ForcedEOSTokenLogitsProcessor,
+        logits_process.MinLengthLogitsProcessor,
+        logits_process.MinNewTokensLengthLogitsProcessor,
+        logits_process.NoBadWordsLogitsProcessor,
+        logits_process.RepetitionPenaltyLogitsProcessor,
+        logits_process.SequenceBiasLogitsProcessor,
+        logits_process.SuppressTokensAtBeginLogitsProcessor,
     }
 )
 
@@ -62,7 +79,8 @@ class Chooser:
     """Chooses tokens as standard decoding does.
 
     On the host one visited node after the other, as all processors then see what was emitted before. On an accelerator
-    at all nodes at once, where each processor looks at one row of scores alone.
+    at all nodes at once where no processor looks at the tokens before, and at all nodes of one depth at once where
+    those that do use tensor operations alone.
 
     Args:
         logits_processor: The processors that `generate()` prepared.
@@ -72,6 +90,7 @@ class Chooser:
 
     Attributes:
         chooses_per_node: Whether a choice depends on its node alone, so that all can be made at once.
+        chooses_ahead: Whether choices can be made before it is known which nodes are visited.
     """
 
     def __init__(
@@ -84,6 +103,9 @@ class Chooser:
         self.do_sample = do_sample
         self.agree = agree
         self.chooses_per_node = all(type(processor) in PER_TOKEN_PROCESSORS for processor in logits_processor)
+        self.chooses_ahead = all(
+            type(processor) in PER_TOKEN_PROCESSORS | PER_PATH_PROCESSORS for processor in logits_processor
+        )
 
     def set_logits(self, logits: Tensor) -> None:
         """Takes a round's logits `(rows, n, vocab)`, what the target predicts after each node."""
@@ -101,6 +123,22 @@ class Chooser:
         flat = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
         no_tokens = torch.zeros((len(flat), 1), dtype=torch.int64, device=logits.device)
         return self._processors(no_tokens, flat).view_as(logits)
+
+    def scores_after(self, token_ids: Tensor, logits: Tensor, rows: Tensor | None = None) -> Tensor:
+        """What the processors make of logits after some tokens.
+
+        Args:
+            token_ids: `(n, length)` int64.
+            logits: `(n, vocab)`.
+            rows: `(n,)` int64, the row of the batch that each belongs to. All rows in their order by default.
+
+        Returns:
+            `(n, vocab)` float32.
+        """
+        processors = self._processors
+        if rows is not None:
+            processors = LogitsProcessorList([_of_rows(processor, rows) for processor in processors])
+        return processors(token_ids, logits.to(copy=True, dtype=torch.float32, device=token_ids.device))
 
     def choose(self, nodes: list[int], emitted: Tensor | None) -> Choices:
         """The target's choices after one node per row.
@@ -127,6 +165,16 @@ class Chooser:
         if self.do_sample:
             return self.agree(torch.multinomial(scores.float().softmax(dim=-1), num_samples=1).squeeze(1)).tolist()
         return self.agree(argmax(scores)).tolist()
+
+
+def _of_rows(processor: LogitsProcessor, rows: Tensor) -> LogitsProcessor:
+    """A processor of `PER_PATH_PROCESSORS` for these rows of the batch."""
+    lengths = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(lengths, Tensor):
+        return processor
+    of_rows: Any = copy.copy(processor)
+    of_rows.prompt_ignore_length = lengths[rows.to(lengths.device)]
+    return of_rows
 
 
 def argmax(values: Tensor) -> Tensor:

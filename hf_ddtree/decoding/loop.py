@@ -328,13 +328,13 @@ class TreeDecoder:
     def _choose_on_device(
         self, trees: Sequence[DraftTree], logits: Tensor, verification: Verification | None = None
     ) -> ChoicesOnDevice | None:
-        """The target's choices at all nodes if the logits are on an accelerator and each depends on its node alone."""
-        if not builds_on_device(logits.device) or not self._chooser.chooses_per_node:
+        """The target's choices at all nodes if the logits are on an accelerator and the choices can be made ahead."""
+        if not builds_on_device(logits.device) or not self._chooser.chooses_ahead:
             return None
-        if verification is None or verification.tree_pass is None or logits.shape[1] == 1:
-            return ChoicesOnDevice(self._chooser, logits, tree_batch=None, depth=0, pad_tokens=self._batch.pad_tokens)
-        depth = max(tree.depth for tree in trees)
-        return ChoicesOnDevice(self._chooser, logits, verification.tree_pass.tree_batch, depth, self._batch.pad_tokens)
+        tree_batch = None
+        if verification is not None and verification.tree_pass is not None and logits.shape[1] > 1:
+            tree_batch = verification.tree_pass.tree_batch
+        return ChoicesOnDevice(self._chooser, logits, trees, tree_batch, self._batch.groups, self._batch.pad_tokens)
 
     def _pad_to_longest(self) -> None:
         """Feeds padding to rows that finished early, as standard decoding does, until all rows are equally long."""
