@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from helpers.every_kind import MAKERS, ONLY_FOR, make
 from helpers.fake_accelerator import TO_HOST, FakeAccelerator, moved, on_cpu
 from helpers.families import VOCAB_SIZE, first_implementation, make_model
 from helpers.random_drafter import make_drafter
@@ -107,6 +108,33 @@ def test_processors_of_the_tokens_before_add_no_wait(options, rows):
         assert torch.equal(got.sequences, expected.sequences)
         for score, score_expected in zip(got.scores or (), expected.scores or (), strict=True):
             torch.testing.assert_close(score, score_expected, rtol=1e-4, atol=1e-4)
+
+
+# GRU cells, of which Domino's head is one, have a kernel of their own for each device.
+KINDS = sorted(set(MAKERS) - {"Domino"} | {"causal language model"})
+LEVELWISE = {
+    *("causal language model", "DSpark", "DSpark for Gemma 4", "EAGLE-3"),
+    *("multi-token-prediction layers", "assistant of Gemma 4"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_waits_once_per_draft_or_level_even_beside_a_lookup(kind):
+    family = {"multi-token-prediction layers": "qwen3_5"}.get(kind, ONLY_FOR.get(kind, ("llama",))[0])
+    model = make_model(family, first_implementation(family))
+    drafter = make_model("llama", "eager") if kind == "causal language model" else make(kind, model)
+    accelerator = FakeAccelerator()
+    on_device, drafter = (moved(copy.deepcopy(one), accelerator) for one in (model, drafter))
+    policy, depth = Counting(accelerator), 3
+    options = {"tree_lookup": True, "draft_length": depth, "tree_budget": policy}
+    got = decode(on_device, drafter, 3, accelerator, **options)
+    assert torch.equal(got, decode(model, None, 3))
+    assert len(policy.rounds) > 2
+    # The first round reads the prompt.
+    for waits in policy.rounds[1:]:
+        of_round = [wait for wait in waits if not wait.in_model and "masking_utils" not in "".join(wait.frames)]
+        assert {wait.kind for wait in of_round} == {TO_HOST}
+        assert len(of_round) <= 1 + (depth if kind in LEVELWISE else 1), of_round
 
 
 class FollowsTheTokenBefore(LogitsProcessor):

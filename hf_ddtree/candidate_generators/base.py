@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -16,12 +16,23 @@ from transformers.utils import ModelOutput
 
 from ..configuration import DDTreeConfig
 from ..interop.versions import CACHE_KEY, captured_layers, hidden_states_of
+from ..tree.candidates import best_tokens, on_host
 from ..tree.draft_tree import DraftTree
 from ..tree.shape import TreeShape
 from .context import DraftContext, VerifiedRound
 
 # Drafted nodes of the tree whose best chain Transformers' own assisted decoding gets.
 CHAIN_BUDGET = 16
+
+
+class Unread(Protocol):
+    """Something that has values to read from a device, in no hurry."""
+
+    def unread(self) -> list[Tensor]:
+        """The values, on their device."""
+
+    def bring(self, tensors: Sequence[Tensor]) -> None:
+        """Takes what `unread` gave, brought to the CPU."""
 
 
 class TreeCandidateGenerator(CandidateGenerator):
@@ -35,6 +46,7 @@ class TreeCandidateGenerator(CandidateGenerator):
         build_seconds: Time spent on turning distributions into trees since the last `start`.
         num_forwards: Forwards of the drafter since the last `start`.
         state: What it knows of the sequences, for a later call that goes on with them; None if nothing.
+        reads_along: What has values to read from the device, which come with this generator's own; or None.
         learns: Whether its drafts get better in the course of a call and cost little, so that `"auto"` must not pause.
         end_tokens: Where `get_candidates` ends a chain: the target's end-of-sequence tokens.
     """
@@ -43,6 +55,7 @@ class TreeCandidateGenerator(CandidateGenerator):
     reads_whole_prompt: bool = True
     state: Any = None
     end_tokens: frozenset[int] = frozenset()
+    reads_along: Unread | None = None
     learns: ClassVar[bool] = False
     build_seconds: float = 0.0
     num_forwards: int = 0
@@ -107,6 +120,23 @@ class TreeCandidateGenerator(CandidateGenerator):
         self._shape: TreeShape = self.config.tree_shape or self.default_shape
         length = self.config.draft_length or default_length
         self._draft_length = length if longest is None else min(length, longest)
+
+    def on_host(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors of one device, float32 or int64 that fit 32 bits, on the CPU, with one transfer.
+
+        It also brings what `reads_along` has to read from the same device.
+        """
+        unread = [] if self.reads_along is None else self.reads_along.unread()
+        if self.reads_along is None or any(tensor.device != tensors[0].device for tensor in unread):
+            return on_host(*tensors)
+        brought = on_host(*tensors, *unread)
+        self.reads_along.bring(brought[len(tensors) :])
+        return brought[: len(tensors)]
+
+    def best_on_host(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """`top_candidates`, with what `reads_along` has to read."""
+        log_probs, token_ids = self.on_host(*best_tokens(logits, top_k))
+        return log_probs, token_ids
 
     @contextmanager
     def building(self) -> Iterator[None]:

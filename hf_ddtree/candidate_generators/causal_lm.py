@@ -14,6 +14,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from ..attention import dispatch
 from ..attention.tree_pass import TreePass
 from ..configuration import DDTreeConfig
+from ..devices import on_device
 from ..drafters.causal_lm.checkpoint import check_causal_lm_fits
 from ..interop.generation import prefill, prompt_positions
 from ..interop.models import takes_logits_to_keep
@@ -23,7 +24,6 @@ from ..target.model import CachedModel
 from ..target.preallocation import preallocate
 from ..target.requirements import check_cache
 from ..target.weights import execution_device, num_embeddings
-from ..tree.candidates import top_candidates
 from ..tree.draft_tree import DraftTree
 from ..tree.growing_tree import GrowingTree
 from .base import end_tokens_of
@@ -148,18 +148,16 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
 
     def _levels(self, trees: list[GrowingTree], width: int) -> Iterator[tuple[Tensor, Tensor]]:
         """For each level the candidates after the frontiers."""
-        yield top_candidates(self._feed_sequences(), width)
+        yield self.best_on_host(self._feed_sequences(), width)
         while True:
             branches = [tree.branches() for tree in trees]
             logits = self._feed([tree for tree, _ in branches], [frontier for _, frontier in branches])
-            yield top_candidates(logits, width)
+            yield self.best_on_host(logits, width)
 
     def _take_in(self, context: DraftContext) -> None:
         """Takes in the emitted tokens and commits the fed nodes among them; starts afresh with other sequences."""
         state = self.state
-        sequences = [context.sequence(row) for row in range(len(context.input_ids))]
-        if self._cached_elsewhere is not None:
-            sequences = [torch.cat(parts) for parts in zip(self._cached_elsewhere, sequences)]
+        sequences = self._sequences(context)
         if not state.continues(sequences):
             state = self.state = CausalLMState(self._kind)
         state.sequences, state.num_seen = sequences, list(context.root_positions)
@@ -177,6 +175,18 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
             paths.append(path)
         with self._cached_drafter().recording_past():
             self._commit(paths)
+
+    def _sequences(self, context: DraftContext) -> list[Tensor]:
+        """Per row its tokens so far, on the CPU."""
+        if any(context.emitted) and len(context.emitted) == len(self.state.sequences):
+            return [
+                torch.cat((known, torch.tensor(emitted, dtype=torch.int64, device="cpu")))
+                for known, emitted in zip(self.state.sequences, context.emitted)
+            ]
+        sequences = [context.sequence(row) for row in range(len(context.input_ids))]
+        if self._cached_elsewhere is not None:
+            sequences = [torch.cat(parts) for parts in zip(self._cached_elsewhere, sequences)]
+        return sequences
 
     def _prefill(self) -> None:
         """Fills the drafter's cache with what precedes the roots."""
@@ -241,9 +251,9 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         state.fed = verification.tree_pass, trees
         self.num_forwards += 1
         logits = verification.logits
-        row = [index for index, of_row in enumerate(nodes) for _ in of_row]
-        node = [index for of_row in nodes for index in of_row]
-        return logits[row, node, : self._vocab_size]
+        places = [(row, node) for row, of_row in enumerate(nodes) for node in of_row]
+        rows, node_ids = on_device(torch.tensor(places, device="cpu"), logits.device).T
+        return logits[rows, node_ids, : self._vocab_size]
 
     def _commit(self, paths: list[list[int]]) -> None:
         state = self.state

@@ -59,6 +59,7 @@ class CombinedTreeCandidateGenerator(TreeCandidateGenerator):
         self._lends_tables = isinstance(drafter, DFlashTreeCandidateGenerator) and drafter.wants_lookup
         if self._lends_tables:
             drafter.lookup = lookup
+        drafter.reads_along = lookup
         self._is_chain = config is not None and config.tree_shape == "chain"
         self.feature_layers = drafter.feature_layers
         self.reads_whole_prompt = drafter.reads_whole_prompt

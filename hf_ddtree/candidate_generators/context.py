@@ -52,6 +52,13 @@ class DraftContext:
         """The token of each row's root; without asking the device of `input_ids` if the host knows them."""
         return list(self.last_tokens) or self.input_ids[:, -1].tolist()
 
+    def newest(self, row: int, most: int) -> list[int]:
+        """The last tokens of a row, at most so many; without asking the device if the host knows them."""
+        emitted = self.emitted[row] if self.emitted else ()
+        if most <= len(emitted):
+            return list(emitted[len(emitted) - most :])
+        return self.sequence(row)[-most:].tolist()
+
     def sequence(self, row: int) -> Tensor:
         """`(length,)` int64, a row's tokens without padding, on the CPU."""
         if self.attention_mask is not None:

@@ -14,7 +14,7 @@ from ..drafters.dflash import DFlashContextCache, DFlashDraftModel
 from ..drafters.dflash.checkpoint import check_drafter_fits
 from ..tree.build import build_tree
 from ..tree.build_on_device import search_trees
-from ..tree.candidates import best_tokens, on_host
+from ..tree.candidates import best_tokens
 from ..tree.draft_tree import DraftTree
 from .base import TreeCandidateGenerator, end_tokens_of
 from .branch_search import BranchCandidates, search_branches
@@ -150,9 +150,13 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         if builds_on_device(log_probs.device) and self._calibration is None:
             with self.building():
                 next_state = states[0] if states else None
-                return search_trees(log_probs, token_ids, root_ids, budget, self._shape, next_state=next_state)
+                return search_trees(
+                    *(log_probs, token_ids, root_ids, budget, self._shape),
+                    next_state=next_state,
+                    to_host=self.on_host,
+                )
         # The calibration learns on the host, so trees are built there as well.
-        log_probs, token_ids, *states = self._on_host(log_probs, token_ids, *states)
+        log_probs, token_ids, *states = self.on_host(log_probs, token_ids, *states)
         self._drafted = log_probs, token_ids
         if context is not None and self.lookup is not None and self._calibration is not None:
             self.lookup.take_in(context)
@@ -185,15 +189,6 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         branches = BranchCandidates(calibrated, of_row[1], self.lookup.tables, powers, last_tokens)
         self._branches.append(branches)
         return search_branches(branches, budget, self._shape, self.config.tree_top_k)
-
-    def _on_host(self, *candidates: Tensor) -> list[Tensor]:
-        """The candidates on the CPU; if there is more to read from the same device, with the same transfer."""
-        unread = [] if self.lookup is None else self.lookup.unread()
-        if self.lookup is None or any(tensor.device != candidates[0].device for tensor in unread):
-            return on_host(*candidates)
-        tensors = on_host(*candidates, *unread)
-        self.lookup.bring(tensors[len(candidates) :])
-        return tensors[: len(candidates)]
 
     def _candidates(self, hidden_states: Tensor, roots: Tensor, budget: int) -> tuple[Tensor, ...]:
         """Per row the log-probabilities and tokens for `build_tree`; and the next states, if trees are built on how

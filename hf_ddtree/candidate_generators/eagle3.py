@@ -14,7 +14,6 @@ from ..devices import on_device
 from ..drafters.eagle3 import Eagle3DraftModel
 from ..drafters.eagle3.checkpoint import check_eagle3_fits
 from ..target.cache_rows import CommittedRows
-from ..tree.candidates import top_candidates
 from ..tree.shape import TreeShape
 from ..tree.tree_batch import TreeBatch
 from .mtp import MTPState, MTPTreeCandidateGenerator
@@ -82,7 +81,7 @@ class Eagle3TreeCandidateGenerator(MTPTreeCandidateGenerator):
         return self.drafter.config.sliding_window + below_root.clamp(min=0)
 
     def _candidates(self, hidden_states: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        log_probs, token_ids = top_candidates(self.drafter.compute_logits(hidden_states), width)
+        log_probs, token_ids = self.best_on_host(self.drafter.compute_logits(hidden_states), width)
         if self._target_token_ids is not None:
             self._target_token_ids = self._target_token_ids.to(token_ids.device)
             token_ids = self._target_token_ids[token_ids]

@@ -18,7 +18,7 @@ from ..interop.models import attention_implementation
 from ..target.committed_cache import CommittedCache
 from ..target.layers import decoder_layers, window_of
 from ..target.weights import execution_device
-from ..tree.candidates import top_candidates
+from ..tree.candidates import best_tokens
 from ..tree.draft_tree import DraftTree
 from ..tree.growing_tree import GrowingTree
 from .base import end_tokens_of
@@ -148,10 +148,11 @@ class Gemma4AssistantTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         """
         drafter = self.drafter
         if drafter.masked_embedding is None:
-            return top_candidates(drafter.lm_head(hidden_states), width)
+            return self.best_on_host(drafter.lm_head(hidden_states), width)
         clusters = drafter.masked_embedding
         best = clusters.centroids(hidden_states).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
         token_ids = clusters.token_ordering.long().view(clusters.num_centroids, -1)[best].flatten(1)
         logits = (drafter.lm_head.weight[token_ids] @ hidden_states[..., None])[..., 0]
-        log_probs, places = top_candidates(logits, width)
-        return log_probs, token_ids.cpu().gather(1, places)
+        log_probs, places = best_tokens(logits, width)
+        log_probs, token_ids = self.on_host(log_probs, token_ids.gather(1, places))
+        return log_probs, token_ids

@@ -15,6 +15,7 @@ from transformers.modeling_layers import MtpModel
 from ..attention.mask import to_additive, tree_attention_mask
 from ..attention.tree_pass import TreePass
 from ..configuration import DDTreeConfig
+from ..devices import on_device
 from ..drafters.mtp.model import MTPDrafter, check_mtp_drafter_fits, wrap_mtp_model
 from ..interop.models import attention_implementation
 from ..interop.versions import CACHE_KEY
@@ -23,7 +24,6 @@ from ..target.commit import commit
 from ..target.layers import decoder_layers
 from ..target.preallocation import preallocate
 from ..target.weights import embedding_rows, execution_device, head_logits, num_embeddings
-from ..tree.candidates import top_candidates
 from ..tree.draft_tree import DraftTree
 from ..tree.growing_tree import GrowingTree
 from ..tree.tree_batch import TreeBatch
@@ -145,7 +145,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
     @torch.no_grad()
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
         self._take_in(context)
-        roots = context.input_ids[:, -1].tolist()
+        roots = context.roots
         if not self.state.streams:
             return [DraftTree.root_only(root) for root in roots]
         trees = self._new_trees(roots, budget)
@@ -158,12 +158,13 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         for level in itertools.count():
             fed = [tree for tree, _ in branches]
             outputs = self._run_level(level, fed, inputs)
-            frontiers = [states[nodes] for states, (_, nodes) in zip(outputs, branches)]
+            frontiers = [_rows_of(states, nodes) for states, (_, nodes) in zip(outputs, branches)]
             yield self._candidates(torch.cat(frontiers), width)
             branches = [tree.branches() for tree in trees]
             # A node's input is the output at its parent.
             inputs = [
-                states[_places_of_parents(tree, before)] for states, before, (tree, _) in zip(outputs, fed, branches)
+                _rows_of(states, _places_of_parents(tree, before))
+                for states, before, (tree, _) in zip(outputs, fed, branches)
             ]
 
     @torch.no_grad()
@@ -178,15 +179,13 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         if context.features is None:
             return
         hidden_states = context.features
-        tokens = [context.sequence(row).tolist() for row in range(len(context.input_ids))]
-        counts = [min(count, len(known)) for count, known in zip(context.num_features, tokens)]
         if not state.streams:
-            state.streams = [self._new_stream(len(tokens)) for _ in range(self._num_layers)]
+            state.streams = [self._new_stream(len(context.input_ids)) for _ in range(self._num_layers)]
         first = state.streams[0]
-        for row, (count, num_features) in enumerate(zip(counts, context.num_features)):
-            if count:
-                first.tokens[row] += tokens[row][-count:]
-                new = hidden_states[row, num_features - count : num_features]
+        for row, num_features in enumerate(context.num_features):
+            if tokens := context.newest(row, num_features):
+                first.tokens[row] += tokens
+                new = hidden_states[row, num_features - len(tokens) : num_features]
                 left = first.hidden_states[row]
                 first.hidden_states[row] = torch.cat((left, new)) if len(left) else new
 
@@ -304,7 +303,7 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
 
     def _candidates(self, hidden_states: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The most probable tokens after outputs `(nodes, hidden_size)`, as `top_candidates` gives them."""
-        return top_candidates(head_logits(self._head, hidden_states)[..., : self._vocab_size], width)
+        return self.best_on_host(head_logits(self._head, hidden_states)[..., : self._vocab_size], width)
 
     def _mask(self, layer: int, tree_batch: TreeBatch, rows: CommittedRows) -> Tensor:
         config = self.drafter.config
@@ -324,6 +323,11 @@ class MTPTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
         if any(isinstance(entry, dict) for entry in parameters.values()):
             return rotary(embeddings, position_ids, self.drafter.config.layer_types[layer])
         return rotary(embeddings, position_ids)
+
+
+def _rows_of(states: Tensor, places: list[int]) -> Tensor:
+    """`(len(places), hidden_size)`, some of `(n, hidden_size)` states."""
+    return states[on_device(places, states.device)]
 
 
 def _below(tokens: list[int], tree: DraftTree) -> DraftTree:

@@ -54,7 +54,7 @@ class PEagleTreeCandidateGenerator(Eagle3TreeCandidateGenerator):
     def propose(self, context: DraftContext, budget: int) -> list[DraftTree]:
         self._learn(context)
         self._take_in(context)
-        roots = context.input_ids[:, -1].tolist()
+        roots = context.roots
         depth = self._num_levels(context.tokens_left)
         if not self.state.streams or depth == 0:
             return [DraftTree.root_only(root) for root in roots]

@@ -18,6 +18,7 @@ from ..draft_memory import DraftMemory
 from ..draft_memory.match_accuracy import MATCH_LENGTHS, MatchAccuracy
 from ..draft_memory.ngram_index import NgramIndex
 from ..draft_memory.successor_tables import LONGEST_CONTEXT, SuccessorTables
+from ..tree.candidates import on_host
 from ..tree.draft_tree import DraftTree
 from .base import TreeCandidateGenerator, end_tokens_of
 from .context import DraftContext, VerifiedRound
@@ -257,7 +258,7 @@ class PromptLookupTreeCandidateGenerator(TreeCandidateGenerator):
         roots = [len(index.tokens) - 1 for index in self._indices]
         contexts, token_ids, probs = [], [], []
         for one in reversed(said):
-            of_round = one.token_ids.cpu().numpy(), one.probs.cpu().numpy()
+            of_round = [tensor.numpy() for tensor in on_host(one.token_ids, one.probs)]
             for row, (tree, num_emitted) in enumerate(zip(one.trees, one.num_emitted)):
                 roots[row] -= num_emitted
                 if num_emitted and roots[row] >= 0:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..devices import on_device
 from ..drafters.sequential_head import SequentialHeadDraftModel
-from ..tree.candidates import best_tokens, on_host
+from ..tree.candidates import best_tokens
 from ..tree.draft_tree import DraftTree
 from ..tree.growing_tree import GrowingTree
 from ..tree.shape import TreeShape
@@ -83,7 +83,7 @@ class SequentialHeadTreeCandidateGenerator(DFlashTreeCandidateGenerator, Levelwi
             if self._target_token_ids is not None:
                 self._target_token_ids = self._target_token_ids.to(token_ids.device)
                 token_ids = self._target_token_ids[token_ids]
-            log_probs, token_ids = on_host(log_probs, token_ids)
+            log_probs, token_ids = self.on_host(log_probs, token_ids)
             yield log_probs, token_ids
 
 

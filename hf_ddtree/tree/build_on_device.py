@@ -10,7 +10,7 @@ a stable sort.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..validation import require_positive_int
 from .build import rank_pairs
+from .candidates import on_host
 from .draft_tree import DraftTree
 from .shape import TreeShape, require_tree_shape
 
@@ -32,6 +33,7 @@ def search_trees(
     shape: TreeShape = "best_first",
     *,
     next_state: Tensor | None = None,
+    to_host: Callable[..., list[Tensor]] = on_host,
 ) -> list[DraftTree]:
     """The trees that `build_tree` builds of each row, with one transfer to the host.
 
@@ -42,6 +44,7 @@ def search_trees(
         budget: Most nodes to draft, the root excluded.
         shape: `"best_first"`, `"spine_first"` or `"chain"`.
         next_state: Integers of the same shape, or one that can be expanded to it; None if `log_probs` has no states.
+        to_host: Brings tensors to the CPU with one transfer.
 
     Raises:
         ValueError: If `budget` or `shape` is not as described. The candidates are not checked.
@@ -79,9 +82,7 @@ def search_trees(
     candidates = token_ids[:, :depth].flatten(2)
     entry = level * candidates.shape[2] + levels.entries.flatten(1).gather(1, place)
     tokens = candidates.flatten(1).gather(1, entry)
-    packed = torch.stack((tokens.int(), parents.int(), path_costs.view(torch.int32))).cpu()
-    parts = zip(roots, packed[0].long(), packed[1].long(), packed[2].view(torch.float32))
-    return [_tree(root, row_tokens, row_parents, row_costs) for root, row_tokens, row_parents, row_costs in parts]
+    return [_tree(*of_row) for of_row in zip(roots, *to_host(tokens, parents, path_costs))]
 
 
 def _tree(root: int, tokens: Tensor, parents: Tensor, costs: Tensor) -> DraftTree:
