@@ -365,7 +365,52 @@ def test_a_model_whose_graph_breaks_runs_as_it_is(monkeypatch: pytest.MonkeyPatc
     finally:
         hook.remove()
     assert tree.sequences.tolist() == plain.tolist() and went_into_branches(tree)
-    assert len(messages) == 1 and "without `torch.compile`" in messages[0]
+    assert [message for message in messages if "over trees" in message] == [messages[0]]
+    assert "without `torch.compile`" in messages[0]
+
+
+class EveryThirdRound(FixedBudget):
+    """Drafts in two rounds of three."""
+
+    num_rounds = 0
+
+    def nodes_to_draft(self, num_cached: int, num_rows: int) -> int:
+        self.num_rounds += 1
+        return 0 if self.num_rounds % 3 == 0 else super().nodes_to_draft(num_cached, num_rows)
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("breaks_over", ["trees", "single tokens"])
+def test_a_break_over_roots_leaves_trees_compiled_and_the_other_way_round(
+    breaks_over: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = copy.deepcopy(get_model("qwen3")), make_prompt()
+    drafter = make_drafter(model, target_layer_ids=[1])
+    plain = model.generate(prompt, **GREEDY).sequences
+
+    def break_some(module: torch.nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        if (args[0].shape[1] > 1) == (breaks_over == "trees"):
+            torch._dynamo.graph_break()
+
+    model.model.layers[1].register_forward_hook(break_some)
+    messages: list[str] = []
+    monkeypatch.setattr(compiled.logger, "warning", messages.append)
+    strategy = {"generation_strategy": "ddtree", "assistant_model": drafter, "return_trees": True, "calibrate": False}
+    eager = model.generate(prompt, **GREEDY, **strategy, cache_implementation="static", tree_budget=EveryThirdRound(4))
+    backend = CountingBackend()
+    for _ in range(2):
+        tree = model.generate(
+            prompt,
+            **GREEDY,
+            **strategy,
+            **compiling(backend=backend, dynamic=False),
+            tree_budget=EveryThirdRound(4),
+        )
+        assert tree.sequences.tolist() == plain.tolist()
+        assert tokens_of_trees(tree) == tokens_of_trees(eager)  # so the features were the same
+    assert len(messages) == 1 and f"over {breaks_over} " in messages[0]
+    # The one graph of the other kind, and with a break over single tokens at least one part more.
+    assert backend.num_graphs == 1 if breaks_over == "trees" else backend.num_graphs > 1
 
 
 @pytest.mark.usefixtures("dynamo")

@@ -1,9 +1,10 @@
-"""A target's forward over a tree as one graph, for `torch.compile`."""
+"""A target's forwards under `torch.compile`: over a tree as one graph, over roots alone in parts if it must be."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -19,29 +20,34 @@ from ..interop.generation import compiles_forward, default_compile_config
 from ..tree.tree_batch import TreeBatch
 
 logger = logging.get_logger(__name__)
-# Models that could not be compiled, which takes long to find out.
+# What takes long to find out: models whose forward over a tree, or over roots alone, is not one graph; and those of
+# which no part can be compiled.
+_broken_over_trees: WeakSet[PreTrainedModel] = WeakSet()
+_broken_over_roots: WeakSet[PreTrainedModel] = WeakSet()
 _uncompilable: WeakSet[PreTrainedModel] = WeakSet()
 
 
 class CompiledForward:
     """Runs a model's forward as `torch.compile` makes it: once for each shape, and again in later calls.
 
-    Traced as one graph (`fullgraph`), as the tree cannot cross a graph break. A model with a break runs uncompiled, in
-    later calls too.
+    Traced as one graph (`fullgraph`), as the tree cannot cross a graph break. Where the model has a break, forwards
+    over trees run uncompiled, in later calls too. Those over roots alone, which call other kernels, are judged apart
+    and compiled in parts, as in standard decoding.
 
     Args:
         model: The target.
-        compile_config: How to compile; its `fullgraph` is always taken as True.
+        compile_config: How to compile; its `fullgraph` is not looked at.
     """
 
     def __init__(self, model: PreTrainedModel, compile_config: CompileConfig) -> None:
         self._model = model
+        self._in_parts = replace(compile_config, fullgraph=False)
         self._compiled: Any = torch.compile(_forward, **compile_config.to_dict() | {"fullgraph": True})
 
     def __call__(
         self, model_inputs: dict[str, Any], tree_pass: TreePass | None, layer_ids: Sequence[int]
     ) -> tuple[ModelOutput, list[Tensor]] | None:
-        """Runs it, if it can be compiled.
+        """Runs it, if it is one graph.
 
         Args:
             model_inputs: What the model's forward takes.
@@ -51,7 +57,8 @@ class CompiledForward:
         Returns:
             The model's outputs, and those of the layers; None if nothing has run.
         """
-        if self._model in _uncompilable:
+        broken = _broken_over_roots if tree_pass is None else _broken_over_trees
+        if self._model in broken or self._model in _uncompilable:
             return None
         # As a tensor: there is a graph for each value of a number.
         tree = (
@@ -62,15 +69,25 @@ class CompiledForward:
                 self._model, model_inputs, tuple(layer_ids), tree
             )
         except torch._dynamo.exc.TorchDynamoException as error:
-            _uncompilable.add(self._model)
+            (_uncompilable if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else broken).add(self._model)
+            runs = "in parts under" if tree_pass is None and self._model in broken else "without"
+            which = "single tokens" if tree_pass is None else "trees"
             reason = str(error).strip().partition("\n")[0]
-            logger.warning(f"{type(self._model).__name__} runs without `torch.compile`, which says: {reason}")
+            name = type(self._model).__name__
+            logger.warning(f"The forward of {name} over {which} runs {runs} `torch.compile`, which says: {reason}")
             return None
         if tree_pass is not None:
             tree_pass.path_factors.extend(PathFactors(*factors) for factors in path_factors)
             tree_pass.conv_inputs.extend(conv_inputs)
             tree_pass.num_attended = num_attended
         return outputs, features
+
+    def in_parts(self, tree_pass: TreePass | None) -> Callable[..., ModelOutput]:
+        """What runs in place of a forward that is not one graph."""
+        if tree_pass is not None or self._model in _uncompilable:
+            return self._model
+        compiled: Callable[..., ModelOutput] = self._model.get_compiled_call(self._in_parts)
+        return compiled
 
 
 def _forward(

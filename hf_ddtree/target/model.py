@@ -168,8 +168,9 @@ class CachedModel:
         if ran is not None:
             outputs, features = ran
             return outputs, recorder.join(features)
+        forward = self.model if self._forward is None else self._forward.in_parts(tree_pass)
         with recorder.recording(), nullcontext() if tree_pass is None else active_pass.active(tree_pass):
-            outputs = self.model(**model_inputs, return_dict=True)
+            outputs = forward(**model_inputs, return_dict=True)
         return outputs, recorder.take()
 
     def _require_tree_operators(self, tree_pass: TreePass) -> None:
