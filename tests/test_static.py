@@ -13,12 +13,17 @@ from helpers.families import VOCAB_SIZE, first_implementation, make_model
 from helpers.random_drafter import make_drafter
 from helpers.side_by_side import make_oracle, make_prompt
 from torch import Tensor
-from transformers import CompileConfig, PreTrainedModel, StaticCache
+from transformers import CompileConfig, MaxTimeCriteria, PreTrainedModel, StaticCache, StoppingCriteriaList
 
 import hf_ddtree
+from hf_ddtree.attention import active_pass
+from hf_ddtree.attention.tree_pass import TreePass
 from hf_ddtree.budget.policy import FixedBudget
+from hf_ddtree.decoding import loop
 from hf_ddtree.interop.versions import CACHE_KEY
 from hf_ddtree.target import compiled
+from hf_ddtree.target import model as target_model
+from hf_ddtree.target.commit_in_graph import GreedyCommit, commit_greedy
 from hf_ddtree.target.static_cache import buffer_length, padded_size
 from hf_ddtree.testing import OracleTreeCandidateGenerator
 
@@ -321,13 +326,110 @@ def test_a_graph_a_size_serves_all_calls(family: str) -> None:
 
 @pytest.mark.core
 @pytest.mark.usefixtures("dynamo")
-def test_compiled_recurrences_go_into_branches() -> None:
+def test_compiled_recurrences_go_into_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are committed in the graph."""
+    monkeypatch.setattr(target_model, "commit", None)
     model, prompt = get_model("qwen3_5"), make_prompt()
     plain = model.generate(prompt, **GREEDY).sequences
     backend = CountingBackend()
     tree = by_tree(model, prompt, plain, **compiling(backend=backend, dynamic=False), tree_budget=8)
     assert tree.sequences.tolist() == plain.tolist() and went_into_branches(tree)
     assert 0 < backend.num_graphs <= 3
+
+
+class Uncompiled:
+    """A forward that commits what greedy search accepts, as its graph does."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.num_committed = self.num_refused = 0
+
+    def __call__(
+        self,
+        model_inputs: dict[str, Any],
+        tree_pass: TreePass | None,
+        layer_ids: Sequence[int],
+        greedy: GreedyCommit | None,
+    ) -> tuple[Any, list[Tensor]] | None:
+        if tree_pass is None or greedy is None:
+            return None
+        with active_pass.active(tree_pass):
+            outputs = self.model(**model_inputs)
+        tree_pass.accepted = commit_greedy(model_inputs[CACHE_KEY], tree_pass, outputs.logits, greedy)
+        self.num_committed += 1
+        self.num_refused += not (tree_pass.accepted >= 0).any()
+        return outputs, []
+
+    def in_parts(self, tree_pass: TreePass | None) -> PreTrainedModel:
+        return self.model
+
+
+@pytest.fixture
+def committing(monkeypatch: pytest.MonkeyPatch) -> list[Uncompiled]:
+    """The forwards of all calls, the last one's last."""
+    made: list[Uncompiled] = []
+
+    def make(model: PreTrainedModel, *prepared: Any) -> Uncompiled:
+        made.append(Uncompiled(model))
+        return made[-1]
+
+    monkeypatch.setattr(loop, "compiled_forward", make)
+    return made
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "lfm2", "falcon_h1"])
+def test_commits_in_a_graph(family: str, committing: list[Uncompiled]) -> None:
+    """The cache is then as if the tokens had been fed one by one: what is decoded next is right."""
+    model, prompt = get_model(family), make_prompt()
+    plain = model.generate(prompt, **GREEDY, output_logits=True)
+    for seed in range(3):
+        tree = by_tree(model, prompt, plain.sequences, seed, output_logits=True)
+        assert tree.sequences.tolist() == plain.sequences.tolist() and went_into_branches(tree)
+        torch.testing.assert_close(torch.stack(tree.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
+        assert committing[-1].num_committed > 3
+    cache = tree[CACHE_KEY]
+    assert int(cache.get_seq_length()) == plain.sequences.shape[1] - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2"])
+def test_commits_of_rows_in_a_graph(family: str, committing: list[Uncompiled]) -> None:
+    """Of different lengths, that end one after the other in the middle of their paths."""
+    model = get_model(family)
+    mask = (torch.arange(12) >= torch.tensor([[0], [5], [8]])).long()
+    ids = torch.randint(1, VOCAB_SIZE, mask.shape, generator=torch.Generator().manual_seed(3)) * mask
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    answers = model.generate(**inputs, **GREEDY).sequences[:, 12:]
+    ends = {"eos_token_id": [int(answers[0, 22]), int(answers[1, 9])]}
+    plain = model.generate(**inputs, **GREEDY | ends).sequences
+    for seed in range(4):
+        tree = by_tree(model, inputs, plain, seed, **ends)
+        assert tree.sequences.tolist() == plain.tolist() and went_into_branches(tree)
+        assert int(tree[CACHE_KEY].get_seq_length()) == plain.shape[1] - 1
+        assert committing[-1].num_committed > 3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_graph_commits_nothing_of_a_tree_with_nan(family: str, committing: list[Uncompiled]) -> None:
+    test_a_branch_of_nan(family)
+    assert committing[-1].num_committed > committing[-1].num_refused > 0
+
+
+@pytest.mark.parametrize("case", ["sampled", "processor", "criterion", "callers cache"])
+def test_what_a_graph_cannot_know_is_committed_outside(case: str, committing: list[Uncompiled]) -> None:
+    model, prompt = get_model("qwen3"), make_prompt()
+    arguments: dict[str, Any] = {
+        "sampled": {"do_sample": True, "top_k": 1},
+        "processor": {"repetition_penalty": 1.2},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e6)])},
+        "callers cache": {},
+    }[case]
+    plain = model.generate(prompt, **GREEDY | arguments).sequences
+    if case == "callers cache":
+        arguments = {CACHE_KEY: StaticCache(config=model.config, max_cache_len=80), "cache_implementation": None}
+    tree = by_tree(model, prompt, plain, **arguments)
+    assert tree.sequences.tolist() == plain.tolist()
+    assert committing[-1].num_committed == 0
 
 
 @pytest.mark.usefixtures("dynamo")

@@ -101,7 +101,9 @@ def advance_states(
     )
     if lengths is not None:
         beyond = torch.arange(path.shape[1], 0, -1, device=path.device) > lengths[:, None]
-        log_decay, left = (values.masked_fill(beyond[:, None, :, None], 0.0) for values in (log_decay, left))
+        log_decay, left, right = (
+            values.masked_fill(beyond[:, None, :, None], 0.0) for values in (log_decay, left, right)
+        )
     decay = nn.functional.pad(log_decay.cumsum(3), (0, 0, 1, 0)).exp_()
     decay = nn.functional.threshold(decay, LEAST_DECAY, 0.0, inplace=True)
     num_heads = states[0].shape[1]

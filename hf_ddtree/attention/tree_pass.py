@@ -34,6 +34,8 @@ class TreePass:
         path_factors: One entry per layer with a recurrence, in the order of the layers.
         conv_inputs: One entry per layer with a convolution, in the order of the layers: `(batch, channels,
             cached + n)`, its cached inputs followed by the nodes'.
+        accepted: `(batch, n)` int64, the choice after each accepted node and -1 at all others, if the forward has
+            committed the accepted paths.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class TreePass:
         self.num_attended = 0
         self.path_factors: list[PathFactors] = []
         self.conv_inputs: list[Tensor] = []
+        self.accepted: Tensor | None = None
         self._windows: dict[tuple[int, int, torch.device], Tensor] = {}
         self._paths: dict[torch.device, TreePaths] = {}
         self._scale_corrections: dict[tuple[float, float], Tensor | None] = {}

@@ -41,6 +41,7 @@ class ChoicesOnDevice:
         tree_batch: The same as tensors; None if nothing is drafted, and `n` is 1.
         groups: All rows of the batch.
         pad_tokens: Finished rows, and the token that pads them.
+        accepted: `(batch, n)` int64, the choice after each accepted node and -1 at all others, if they are known.
 
     Attributes:
         has_nan: Whether some node's logits are NaN.
@@ -57,23 +58,16 @@ class ChoicesOnDevice:
         tree_batch: TreeBatch | None,
         groups: Sequence[RowGroup],
         pad_tokens: Mapping[int, int],
+        accepted: Tensor | None = None,
     ) -> None:
         self._logits = logits
         self._chooser = chooser
         self._random_states: list[Tensor] = []
-        races = self._races(1 + max(tree.depth for tree in trees)) if chooser.do_sample else None
-        if chooser.chooses_per_node:
-            chosen = self._choose_per_node(tree_batch, races)
-        else:
-            chosen = self._choose_per_path(trees, groups, races)
-        for row, token in pad_tokens.items():
-            chosen[row] = token
-        chosen = chooser.agree(chosen)
-        if tree_batch is not None:
-            chosen = torch.where(_accepted_nodes(chosen, tree_batch), chosen, -1)
+        if accepted is None:
+            accepted = self._accept(trees, tree_batch, groups, pad_tokens)
         # One node's logit tells: NaN in a hidden state spreads to all logits.
         has_nan = logits[..., 0].isnan().any()
-        *tokens, nan = torch.cat((chosen.flatten(), has_nan[None])).tolist()
+        *tokens, nan = torch.cat((accepted.flatten(), has_nan[None])).tolist()
         self.has_nan = bool(nan)
         if self.has_nan and tree_batch is None and chooser.do_sample:
             raise RuntimeError(
@@ -104,6 +98,24 @@ class ChoicesOnDevice:
             emitted = group.append(Choices(chosen, nodes, logits, to_scores))
             if group.finished or emitted != chosen:  # which differ where a finished row got padding
                 return
+
+    def _accept(
+        self,
+        trees: Sequence[DraftTree],
+        tree_batch: TreeBatch | None,
+        groups: Sequence[RowGroup],
+        pad_tokens: Mapping[int, int],
+    ) -> Tensor:
+        """`(batch, n)` int64, the choice after each accepted node and -1 at all others."""
+        races = self._races(1 + max(tree.depth for tree in trees)) if self._chooser.do_sample else None
+        if self._chooser.chooses_per_node:
+            chosen = self._choose_per_node(tree_batch, races)
+        else:
+            chosen = self._choose_per_path(trees, groups, races)
+        for row, token in pad_tokens.items():
+            chosen[row] = token
+        chosen = self._chooser.agree(chosen)
+        return chosen if tree_batch is None else torch.where(tree_batch.accepted(chosen), chosen, -1)
 
     def rewind_rng(self, steps: int) -> None:
         """Leaves the random generator as if that many tokens per row had been drawn and no more."""
@@ -173,18 +185,6 @@ def _choose(scores: Tensor, races: Tensor | None) -> Tensor:
     if races is None:
         return scores.argmax(dim=-1)
     return (scores.float().softmax(dim=-1) / races).argmax(dim=-1)
-
-
-def _accepted_nodes(chosen: Tensor, tree_batch: TreeBatch) -> Tensor:
-    """`(batch, n)` bool, which nodes are accepted, if `chosen (batch, n)` is what follows each node."""
-    token_ids, depths, parents, ancestor_mask = (
-        part.to(chosen.device)
-        for part in (tree_batch.token_ids, tree_batch.depths, tree_batch.parents, tree_batch.ancestor_mask)
-    )
-    # Only the root and padding have depth 0.
-    is_right = (chosen.gather(1, parents.clamp(min=0)) == token_ids) & (depths > 0)
-    is_right[:, 0] = True
-    return (is_right[:, None] | ~ancestor_mask).all(dim=-1)
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -90,6 +90,7 @@ class Chooser:
 
     Attributes:
         chooses_per_node: Whether a choice depends on its node alone, so that all can be made at once.
+        is_argmax: Whether the choice is the most probable token, with no processor to run.
         chooses_ahead: Whether choices can be made before it is known which nodes are visited.
     """
 
@@ -102,6 +103,7 @@ class Chooser:
         self._processors = logits_processor
         self.do_sample = do_sample
         self.agree = agree
+        self.is_argmax = not logits_processor and not do_sample
         self.chooses_per_node = all(type(processor) in PER_TOKEN_PROCESSORS for processor in logits_processor)
         self.chooses_ahead = all(
             type(processor) in PER_TOKEN_PROCESSORS | PER_PATH_PROCESSORS for processor in logits_processor
@@ -111,7 +113,7 @@ class Chooser:
         """Takes a round's logits `(rows, n, vocab)`, what the target predicts after each node."""
         self._logits = logits
         self._greedy: list[list[int]] | None = None
-        if not self._processors and not self.do_sample:
+        if self.is_argmax:
             self._greedy = self.agree(argmax(logits)).tolist()
 
     @property

@@ -32,6 +32,11 @@ class Processes:
         self._device = model.device
         self._source = 0 if self._group is None else distributed.get_global_rank(self._group, 0)
 
+    @property
+    def is_one(self) -> bool:
+        """Whether there are no others."""
+        return not self._synced and self._group is None
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process that must run its forwards with this one's."""
         if not self._synced:

@@ -23,6 +23,7 @@ from ..interop.generation import is_callers_cache, kwargs_after_prefill, prefill
 from ..interop.versions import cache_of
 from ..output import DDTreeStats
 from ..target.cache_rows import CommittedRows
+from ..target.commit_in_graph import GreedyRows
 from ..target.compiled import compiled_forward, num_graphs
 from ..target.features import FeatureRecorder
 from ..target.inputs import attention_windows
@@ -228,7 +229,7 @@ class TreeDecoder:
         target, is_drafted = self._target, current.num_drafted > 0
         with self._stats.stage("verify"):
             if is_drafted or not target.rows.are_equally_long or self._batch.has_finished_group:
-                self._set_verification(current, target.verify(current.trees))
+                self._set_verification(current, target.verify(current.trees, self._greedy_rows()))
             else:
                 self._set_verification(current, target.step(current.trees))
             if self._processes.any(is_drafted and (current.device_choices or current.verification).has_nan):
@@ -329,12 +330,22 @@ class TreeDecoder:
         self, trees: Sequence[DraftTree], logits: Tensor, verification: Verification | None = None
     ) -> ChoicesOnDevice | None:
         """The target's choices at all nodes if the logits are on an accelerator and the choices can be made ahead."""
-        if not builds_on_device(logits.device) or not self._chooser.chooses_ahead:
+        tree_pass = None if verification is None else verification.tree_pass
+        accepted = None if tree_pass is None else tree_pass.accepted
+        if accepted is None and not (builds_on_device(logits.device) and self._chooser.chooses_ahead):
             return None
-        tree_batch = None
-        if verification is not None and verification.tree_pass is not None and logits.shape[1] > 1:
-            tree_batch = verification.tree_pass.tree_batch
-        return ChoicesOnDevice(self._chooser, logits, trees, tree_batch, self._batch.groups, self._batch.pad_tokens)
+        tree_batch = tree_pass.tree_batch if tree_pass is not None and logits.shape[1] > 1 else None
+        groups, pad_tokens = self._batch.groups, self._batch.pad_tokens
+        return ChoicesOnDevice(self._chooser, logits, trees, tree_batch, groups, pad_tokens, accepted)
+
+    def _greedy_rows(self) -> GreedyRows | None:
+        """The rows, if what is accepted of each can be committed before it is emitted."""
+        groups, end_tokens = self._batch.groups, self._batch.first.ends_by_tokens
+        are_independent = all(len(group.indices) == 1 for group in groups)
+        if end_tokens is None or not (are_independent and self._chooser.is_argmax and self._processes.is_one):
+            return None
+        # An error while emitting would leave the caller more than was emitted.
+        return None if self._is_callers_cache else GreedyRows([not group.finished for group in groups], end_tokens)
 
     def _pad_to_longest(self) -> None:
         """Feeds padding to rows that finished early, as standard decoding does, until all rows are equally long."""

@@ -89,6 +89,11 @@ class RowGroup:
         return None if self._max_length is None else self._max_length - self._length
 
     @property
+    def ends_by_tokens(self) -> frozenset[int] | None:
+        """The tokens that end a row, if nothing else but its length does; None if criteria must be asked."""
+        return None if self._max_length is None else self._end_tokens
+
+    @property
     def is_padded(self) -> list[bool]:
         """Which rows are finished and get padding from now on."""
         return [self._pads and not unfinished for unfinished in self.unfinished]
@@ -113,9 +118,9 @@ class RowGroup:
         self.steps.append(tokens)
         self._num_unwritten += 1
         self._length += 1
-        if self._end_tokens is not None and self._max_length is not None:
-            at_end = self._length >= self._max_length
-            stop = [at_end or token in self._end_tokens for token in tokens]
+        if (end_tokens := self.ends_by_tokens) is not None:
+            at_end = self._max_length is not None and self._length >= self._max_length
+            stop = [at_end or token in end_tokens for token in tokens]
         else:
             stop = self._stopping_criteria(
                 self.token_ids, None if self.scores is None else tuple(self.scores)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -17,7 +17,9 @@ from ..attention.active_pass import traced
 from ..attention.path_state import PathFactors
 from ..attention.tree_pass import TreePass
 from ..interop.generation import compiles_forward, default_compile_config
+from ..interop.versions import CACHE_KEY
 from ..tree.tree_batch import TreeBatch
+from .commit_in_graph import GreedyCommit, commit_greedy
 
 logger = logging.get_logger(__name__)
 # What takes long to find out: models whose forward over a tree, or over roots alone, is not one graph; and those of
@@ -45,7 +47,11 @@ class CompiledForward:
         self._compiled: Any = torch.compile(_forward, **compile_config.to_dict() | {"fullgraph": True})
 
     def __call__(
-        self, model_inputs: dict[str, Any], tree_pass: TreePass | None, layer_ids: Sequence[int]
+        self,
+        model_inputs: dict[str, Any],
+        tree_pass: TreePass | None,
+        layer_ids: Sequence[int],
+        greedy: GreedyCommit | None = None,
     ) -> tuple[ModelOutput, list[Tensor]] | None:
         """Runs it, if it is one graph.
 
@@ -53,6 +59,7 @@ class CompiledForward:
             model_inputs: What the model's forward takes.
             tree_pass: The forward over a tree, which gets what the stateful layers leave; None without a tree.
             layer_ids: Decoder layers that hooks of a `FeatureRecorder` are on.
+            greedy: Commits what greedy search accepts in the same graph, and leaves it in `tree_pass.accepted`.
 
         Returns:
             The model's outputs, and those of the layers; None if nothing has run.
@@ -65,9 +72,7 @@ class CompiledForward:
             None if tree_pass is None else (tree_pass.tree_batch, torch.as_tensor(tree_pass.num_before, device="cpu"))
         )
         try:
-            outputs, features, path_factors, conv_inputs, num_attended = self._compiled(
-                self._model, model_inputs, tuple(layer_ids), tree
-            )
+            outputs, features, left = self._compiled(self._model, model_inputs, tuple(layer_ids), tree, greedy)
         except torch._dynamo.exc.TorchDynamoException as error:
             (_uncompilable if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else broken).add(self._model)
             runs = "in parts under" if tree_pass is None and self._model in broken else "without"
@@ -76,10 +81,10 @@ class CompiledForward:
             name = type(self._model).__name__
             logger.warning(f"The forward of {name} over {which} runs {runs} `torch.compile`, which says: {reason}")
             return None
-        if tree_pass is not None:
-            tree_pass.path_factors.extend(PathFactors(*factors) for factors in path_factors)
-            tree_pass.conv_inputs.extend(conv_inputs)
-            tree_pass.num_attended = num_attended
+        if tree_pass is not None and left is not None:
+            tree_pass.path_factors.extend(PathFactors(*factors) for factors in left.path_factors)
+            tree_pass.conv_inputs.extend(left.conv_inputs)
+            tree_pass.num_attended, tree_pass.accepted = left.num_attended, left.accepted
         return outputs, features
 
     def in_parts(self, tree_pass: TreePass | None) -> Callable[..., ModelOutput]:
@@ -90,9 +95,22 @@ class CompiledForward:
         return compiled
 
 
+class _Left(NamedTuple):
+    """What the layers leave in a `TreePass`, as values of a graph, and what was accepted if it is committed."""
+
+    path_factors: list[tuple[Tensor, Tensor, Tensor]]
+    conv_inputs: list[Tensor]
+    num_attended: int
+    accepted: Tensor | None
+
+
 def _forward(
-    model: nn.Module, inputs: dict[str, Any], layer_ids: tuple[int, ...], tree: tuple[TreeBatch, Tensor] | None
-) -> tuple[ModelOutput, list[Tensor], list[tuple[Tensor, Tensor, Tensor]], list[Tensor], int]:
+    model: nn.Module,
+    inputs: dict[str, Any],
+    layer_ids: tuple[int, ...],
+    tree: tuple[TreeBatch, Tensor] | None,
+    greedy: GreedyCommit | None,
+) -> tuple[ModelOutput, list[Tensor], _Left | None]:
     """What is compiled."""
     features: dict[int, Tensor] = {}
     tree_pass = None if tree is None else TreePass(*tree)
@@ -101,9 +119,10 @@ def _forward(
     traced.tree_pass, traced.features = None, None
     of_layers = [features[layer_id] for layer_id in layer_ids]
     if tree_pass is None:
-        return outputs, of_layers, [], [], 0
+        return outputs, of_layers, None
+    accepted = None if greedy is None else commit_greedy(inputs[CACHE_KEY], tree_pass, outputs.logits, greedy)
     factors = [(one.log_decay, one.left, one.right) for one in tree_pass.path_factors]
-    return outputs, of_layers, factors, tree_pass.conv_inputs, tree_pass.num_attended
+    return outputs, of_layers, _Left(factors, tree_pass.conv_inputs, tree_pass.num_attended, accepted)
 
 
 def compiled_forward(

@@ -20,6 +20,7 @@ from ..tree.draft_tree import DraftTree
 from ..tree.tree_batch import TreeBatch
 from .cache_rows import CommittedRows
 from .commit import commit
+from .commit_in_graph import GreedyRows
 from .committed_cache import CommittedCache
 from .compiled import CompiledForward
 from .features import FeatureRecorder
@@ -100,13 +101,15 @@ class CachedModel:
         """Lets the cache's layers keep all that a round feeds them until the commit."""
         return recording_past(self.cache)
 
-    def verify(self, trees: Sequence[DraftTree]) -> Verification:
+    def verify(self, trees: Sequence[DraftTree], greedy: GreedyRows | None = None) -> Verification:
         """Runs the model once over all nodes of one tree per row.
 
         Afterwards the cache holds every node after the committed tokens: call `commit` before anything else reads it.
 
         Args:
             trees: One per row. Their roots are the last emitted tokens, which the cache does not hold yet.
+            greedy: If the forward is one graph, lets it commit what greedy search accepts of these rows. The tree pass
+                then has what was accepted, and `commit` only counts it.
 
         Raises:
             RuntimeError: If a layer did not go through the tree operators that must.
@@ -122,7 +125,7 @@ class CachedModel:
         masks = mask.values() if isinstance(mask, dict) else [mask]
         given = next(one for one in masks if one is not None) if is_static else None
         model_inputs = self._inputs.of(tree_batch, given) | {"attention_mask": mask}
-        outputs, features = self._run(model_inputs, tree_pass)
+        outputs, features = self._run(model_inputs, tree_pass, greedy)
         self._require_tree_operators(tree_pass)
         return Verification(outputs, features, tree_pass)
 
@@ -149,7 +152,9 @@ class CachedModel:
             tree_pass: Of the last `verify`; None after a `step`, which has committed its roots.
             paths: One per row, from the root on; empty for a row that stays as it is.
         """
-        if tree_pass is not None:
+        if tree_pass is not None and tree_pass.accepted is not None and any(paths):
+            self.rows.advance(list(map(len, paths)))
+        elif tree_pass is not None:
             commit(self.cache, tree_pass, paths, self.rows, self._keep_past)
 
     def discard(self, tree_pass: TreePass | None, num_rows: int) -> None:
@@ -161,10 +166,15 @@ class CachedModel:
         """
         self.commit(tree_pass, [[]] * num_rows)
 
-    def _run(self, model_inputs: dict[str, Any], tree_pass: TreePass | None) -> tuple[ModelOutput, Tensor | None]:
+    def _run(
+        self, model_inputs: dict[str, Any], tree_pass: TreePass | None, greedy: GreedyRows | None = None
+    ) -> tuple[ModelOutput, Tensor | None]:
         """The model's outputs and the features; `tree_pass` gets what its layers leave."""
         recorder = self._recorder
-        ran = None if self._forward is None else self._forward(model_inputs, tree_pass, recorder.layer_ids)
+        ran = None
+        if self._forward is not None:
+            rows = None if greedy is None else greedy.on_device(self.rows)
+            ran = self._forward(model_inputs, tree_pass, recorder.layer_ids, rows)
         if ran is not None:
             outputs, features = ran
             return outputs, recorder.join(features)

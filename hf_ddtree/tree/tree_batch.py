@@ -48,6 +48,19 @@ class TreeBatch:
             nodes = tuple(on_device(torch.stack(nodes), device))
         return cls(*nodes, on_device(ancestor_mask, device))
 
+    def accepted(self, chosen: Tensor) -> Tensor:
+        """`(batch, n)` bool, which nodes are accepted, if `chosen (batch, n)` is what follows each node.
+
+        The root is, and every node that holds what follows its parent and whose ancestors are.
+        """
+        token_ids, depths, parents, ancestor_mask = (
+            part.to(chosen.device) for part in (self.token_ids, self.depths, self.parents, self.ancestor_mask)
+        )
+        # Only the root and padding have depth 0.
+        is_right = (chosen.gather(1, parents.clamp(min=0)) == token_ids) & (depths > 0)
+        is_right |= torch.arange(is_right.shape[1], device=chosen.device) == 0
+        return (is_right[:, None] | ~ancestor_mask).all(dim=-1)
+
     @property
     def num_nodes(self) -> int:
         """Number of nodes of each tree with its padding, `n`."""
