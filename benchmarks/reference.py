@@ -7,7 +7,8 @@ A tiny random Qwen3 and a random DFlash drafter of z-lab's layout, one row, one 
 small, so that what goes around them shows. The loop by the paper (DDTree, arXiv:2604.12989) drafts with z-lab's
 drafter, builds the tree with a heap, verifies it under a mask, walks it and picks the accepted path's keys; it knows
 no other arguments, caches or models. Trees and tokens are compared in every call, methods alternate. Both loops run in
-PyTorch's inference mode, `generate()` without: its outputs may be used where gradients are taken.
+PyTorch's inference mode. `generate()` does not by itself, as its outputs may be used where gradients are taken, so
+it is also called in that mode, as a caller may who takes none.
 
 What goes around the forwards is the time of a call without that of the same forwards alone, over its rounds: the
 drafter's with its head and the target's, over as many nodes after as many tokens, with masks that are there already.
@@ -196,6 +197,12 @@ def ours(
     return output.sequences[0, prompt.shape[1] :].tolist(), stats.accepted_lengths, trees
 
 
+@torch.inference_mode()
+def ours_in_inference_mode(*arguments: Any) -> tuple[list[int], list[int], Any]:
+    """The same as `ours`, by a caller who takes no gradients."""
+    return ours(*arguments)
+
+
 def z_lab(target: Any, drafter: Any, prompt: Tensor, new_tokens: int) -> tuple[list[int], list[int], Any]:
     """The same of z-lab's loop, whose trees are chains."""
     from dflash.model import dflash_generate
@@ -218,6 +225,12 @@ def main(
         "tree of 16": lambda prompt: ours(target, drafter, prompt, tokens, "ddtree"),
         "z-lab's chain": lambda prompt: z_lab(target, theirs, prompt, tokens),
         'chain (`"dflash"`)': lambda prompt: ours(target, drafter, prompt, tokens, "dflash"),
+        **{
+            f"{name}, in inference mode": lambda prompt, strategy=strategy: ours_in_inference_mode(
+                target, drafter, prompt, tokens, strategy
+            )
+            for name, strategy in (("tree of 16", "ddtree"), ('chain (`"dflash"`)', "dflash"))
+        },
     }
     alone: dict[str, Any] = {
         name: lambda prompt, rounds, is_tree=is_tree: forwards_alone(
@@ -253,7 +266,8 @@ def main(
     summary = {}
     references = {"tree of 16": "DDTree's loop", 'chain (`"dflash"`)': "z-lab's chain"}
     for name, values in times.items():
-        ratios = [one / other for one, other in zip(values, times[references.get(name, name)])]
+        reference_times = times[references.get(name.partition(",")[0], name)]
+        ratios = [one / other for one, other in zip(values, reference_times)]
         summary[name] = {"ms": rounded_quartiles(1e3 * value for value in values), "ratio": rounded_quartiles(ratios)}
         row = [name, f"{1e3 * statistics.median(values):.1f}", f"{statistics.median(ratios):.2f}", ""]
         of_rounds = [run["around_ms"] for run in runs if run["method"] == name and "around_ms" in run]
