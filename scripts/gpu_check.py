@@ -8,7 +8,8 @@
    the two tokens must lie within twice the noise measured for that model: how far the logits of standard decoding are
    from those of one forward over the same tokens, in the same dtype and in float32.
 2. Times that a round makes the host wait for the GPU (PyTorch's `set_sync_debug_mode`). With the pair that ships it
-   shall be two: one for the draft, one for the walk. The drafter of the random hybrids looks at tokens on the host.
+   shall be two: one for the draft, one for the walk, with a repetition penalty or beside a lookup as well, and over a
+   static cache, where the commit is in the graph. The drafter of the random hybrids looks at tokens on the host.
 3. Memory that a node of the tree takes while it is verified.
 4. Trees that are searched on the GPU against those that the host builds of the same candidates, which have to be
    transferred first: whether they are equal, and the time of both.
@@ -223,7 +224,7 @@ class Bench:
         self._accuracy = accuracy
         self._plain = [self.decode("plain", index).sequences[0] for index in range(len(prompts))]
 
-    def decode(self, method: str, index: int, new_tokens: int | None = None, do_sample: bool = False) -> Any:
+    def decode(self, method: str, index: int, new_tokens: int | None = None, **settings: Any) -> Any:
         """Decodes a prompt by `"plain"`, `"chain"`, or `"tree B"` with a budget of `B` nodes; with `" static"` after
         it over a static cache, where Transformers compiles forwards on a GPU, with CUDA graphs."""
         arguments: dict[str, Any] = {}
@@ -244,11 +245,10 @@ class Bench:
         return self._model.generate(
             self.prompts[index],
             max_new_tokens=new_tokens or self.new_tokens,
-            do_sample=do_sample,
             eos_token_id=-1,
             pad_token_id=0,
             return_dict_in_generate=True,
-            **arguments,
+            **{"do_sample": False, **arguments, **settings},
         )
 
     def speed(self) -> list[dict[str, Any]]:
@@ -282,7 +282,20 @@ class Bench:
             for method in methods
         ]
 
-    def waits_per_round(self, method: str, do_sample: bool = False) -> float | None:
+    def waits(self) -> dict[str, float | None]:
+        """Waits per round of several methods and settings."""
+        cases: dict[str, tuple[str, dict[str, Any]]] = {
+            "chain": ("chain", {}),
+            "tree 32": ("tree 32", {}),
+            "tree 32, sampled": ("tree 32", {"do_sample": True}),
+            "tree 32, repetition penalty": ("tree 32", {"repetition_penalty": 1.2}),
+            "tree 32, static": ("tree 32 static", {}),
+        }
+        if self._drafter is not None:
+            cases["tree 32, lookup"] = ("tree 32", {"tree_lookup": True})
+        return {name: self.waits_per_round(method, **settings) for name, (method, settings) in cases.items()}
+
+    def waits_per_round(self, method: str, **settings: Any) -> float | None:
         """Waits of a long call less those of a short one, for each round in between."""
         rounds, waits = [], []
         for new_tokens in (2, self.new_tokens):
@@ -290,7 +303,7 @@ class Bench:
 
             def call(new_tokens: int = new_tokens, outputs: list[Any] = outputs) -> None:
                 torch.manual_seed(0)
-                outputs.append(self.decode(method, 0, new_tokens, do_sample))
+                outputs.append(self.decode(method, 0, new_tokens, **settings))
 
             waits.append(waits_in(call))
             rounds.append(outputs[-1].ddtree_stats.target_forwards)
@@ -496,9 +509,7 @@ def main(
         report["rounds"].append(
             {
                 "target": name,
-                "waits_per_round (chain)": bench.waits_per_round("chain"),
-                "waits_per_round (tree 32)": bench.waits_per_round("tree 32"),
-                "waits_per_round (tree 32, sampled)": bench.waits_per_round("tree 32", do_sample=True),
+                **{f"waits_per_round ({case})": waits for case, waits in bench.waits().items()},
                 "bytes_per_node": bench.bytes_per_node(),
             }
         )

@@ -129,7 +129,7 @@ class CausalLMTreeCandidateGenerator(LevelwiseTreeCandidateGenerator):
                 ]
 
     def finish(self, context: DraftContext) -> None:
-        if self.state.rows is not None:
+        if self.state.sequences:
             self._take_in(context)
 
     @torch.no_grad()
