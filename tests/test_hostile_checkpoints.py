@@ -6,17 +6,23 @@ import json
 import pickle
 import shutil
 import struct
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.native_pair import make_native_drafter
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 
 import hf_ddtree
 from hf_ddtree.demo import demo_folders
 from hf_ddtree.drafters.checkpoint import Checkpoint
+from hf_ddtree.drafters.eagle3 import Eagle3Config
+from hf_ddtree.drafters.layer_config import LayerConfig
 from hf_ddtree.drafters.mtp.checkpoint import read_mtp_tensors
 from hf_ddtree.drafters.weight_files import check_finite
 
@@ -193,6 +199,43 @@ def test_weights_that_are_not_in_memory_or_quantized_are_left_alone():
 def test_settings_of_another_kind(folder, changes):
     change_config(folder, **changes)
     refused(folder, "config|block_size|checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"final_logit_softcapping": "x"}, "'final_logit_softcapping' with value 'x'"),
+        ({"block_size": 6.5}, "'block_size' expected int, got float"),
+        ({"num_target_layers": "12"}, "'num_target_layers' with value '12'"),
+        ({"input_embedding_scale": float("nan")}, "`input_embedding_scale` is nan, but must be a finite number"),
+        ({"sliding_window": -4, "use_sliding_window": True}, "`sliding_window` is -4, but must be at least 1"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "`rope_theta` is 'x', but must be"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "`rope_theta` is 0, but must be a number"),
+    ],
+)
+def test_a_value_that_would_fail_in_use(folder, change, message):
+    change_config(folder, **change)
+    refused(folder, message)
+
+
+def config_classes(base: type[LayerConfig] = LayerConfig) -> Iterator[type[LayerConfig]]:
+    for config_class in base.__subclasses__():
+        yield config_class
+        yield from config_classes(config_class)
+
+
+@pytest.mark.parametrize("config_class", [*config_classes()], ids=lambda config_class: config_class.__name__)
+def test_values_are_checked_against_the_declared_types(config_class):
+    own = {field.name for field in fields(config_class)} - {field.name for field in fields(Qwen3Config)}
+    assert own
+    for name in own:
+        with pytest.raises(StrictDataclassFieldValidationError, match=name):
+            config_class(**{name: object()})
+
+
+def test_a_window_that_is_missing():
+    with pytest.raises(ValueError, match="there is no `sliding_window`"):
+        Eagle3Config(num_hidden_layers=1, layer_types=["sliding_attention"])
 
 
 @pytest.mark.parametrize("content", ["[]", "5", "null", "[" * 10**5])

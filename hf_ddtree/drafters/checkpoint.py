@@ -32,9 +32,10 @@ def config_errors(name: str, *others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
+        reason = str(error) if isinstance(error, StrictDataclassError) else repr(error)
         raise ValueError(
             f"The checkpoint {name!r} has a config.json that cannot be read as a drafter's: "
-            f"{textwrap.shorten(repr(error), 300)}. Download it again, or use another drafter."
+            f"{textwrap.shorten(reason, 300)}. Download it again, or use another drafter."
         ) from error
 
 

@@ -1,19 +1,18 @@
 """The configuration of a DFlash drafter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import Qwen3Config
+
+from ..layer_config import LayerConfig
 
 # Most slots of a block; those that are published have 16.
 MOST_SLOTS = 1024
 
 
 @strict
-class DFlashConfig(Qwen3Config):
-    """A Qwen3 config, which describes the drafter's own layers, with the settings of DFlash.
+class DFlashConfig(LayerConfig):
+    """A `LayerConfig` with the settings of DFlash.
 
     Args:
         block_size: Slots of a block, the root's included. The drafter predicts `draft_length` tokens.

@@ -1,7 +1,5 @@
 """The configuration of a DFlash 2 drafter."""
 
-from __future__ import annotations
-
 from huggingface_hub.dataclasses import strict
 
 from ..dflash.config import DFlashConfig

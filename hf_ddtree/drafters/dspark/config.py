@@ -1,7 +1,5 @@
 """The configuration of a DSpark drafter."""
 
-from __future__ import annotations
-
 from huggingface_hub.dataclasses import strict
 
 from ..dflash.config import DFlashConfig

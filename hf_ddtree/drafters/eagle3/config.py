@@ -1,14 +1,15 @@
 """The configuration of an EAGLE-3 drafter."""
 
-from __future__ import annotations
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import Qwen3Config
+
+from ..layer_config import LayerConfig
 
 
 @strict
-class Eagle3Config(Qwen3Config):
-    """A Qwen3 config, which describes the drafter's own layers, with the settings of EAGLE-3.
+class Eagle3Config(LayerConfig):
+    """A `LayerConfig` with the settings of EAGLE-3.
 
     Args:
         qk_norm: Whether queries and keys are normalised, as in Qwen3 and not in Llama.
@@ -22,6 +23,9 @@ class Eagle3Config(Qwen3Config):
         fc_norm: Whether the features of each layer are normalised.
         norm_output: Whether the hidden states that are fed back are normalised.
         owns_embeddings: Whether the drafter has embeddings of its own.
+
+    Raises:
+        ValueError: If a value is out of range.
     """
 
     model_type = "hf_ddtree_eagle3"
@@ -35,6 +39,11 @@ class Eagle3Config(Qwen3Config):
     fc_norm: bool = False
     norm_output: bool = False
     owns_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError("`layer_types` holds 'sliding_attention', but there is no `sliding_window`.")
 
     @property
     def num_features(self) -> int:

@@ -1,7 +1,5 @@
 """The configuration of a DSpark drafter with Gemma 4's layers."""
 
-from __future__ import annotations
-
 from huggingface_hub.dataclasses import strict
 
 from ..dspark.config import DSparkConfig

@@ -1,7 +1,5 @@
 """The configuration of a P-EAGLE drafter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
