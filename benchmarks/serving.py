@@ -1,6 +1,6 @@
 """Transformers' server with and without drafting, under load: equal answers, and the time that they take.
 
-    pip install 'hf-ddtree[serve]'
+    pip install '.[serve]'
     python benchmarks/serving.py --seconds 180
 
 Clients send the same requests to both servers, one after the other: completions, streamed and whole, of short and long

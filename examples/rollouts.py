@@ -1,6 +1,6 @@
 """GRPO with rollouts by tree, and a drafter that is trained on them as the policy changes.
 
-    pip install trl 'hf-ddtree[train]'
+    pip install trl '.[train]'
     python examples/rollouts.py --steps 24
 
 The policy is the target that ships, or one of yours, and learns to write short lines: replace `reward` by your own.

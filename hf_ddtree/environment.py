@@ -11,6 +11,7 @@ from pathlib import Path
 
 # Those whose version can change what comes out or how fast.
 PACKAGES = (
+    "hf-ddtree",
     "torch",
     "transformers",
     "tokenizers",
@@ -52,6 +53,14 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def processor_name() -> str:
+    """What the processor is called; empty if that is not known."""
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text(encoding="utf-8").splitlines() if cpu_info.exists() else []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())
 
 
 def examine() -> list[Finding]:

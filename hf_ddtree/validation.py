@@ -21,6 +21,12 @@ def require_positive_int(name: str, value: object, or_none: bool = False) -> Non
     raise ValueError(f"`{name}` must be an integer of at least 1{alternative}, but is {value!r}.")
 
 
+def require_tokenizer(tokenizer: object) -> None:
+    """Raises `TypeError` for what gives no text of tokens."""
+    if not callable(getattr(tokenizer, "decode", None)):
+        raise TypeError(f"`tokenizer` must have `decode`, as tokenizers do, but is {describe_type(tokenizer)}.")
+
+
 def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.6) -> str:
     """A question that names the known name nearest to a misspelt one; empty if none is similar.
 
@@ -36,6 +42,11 @@ def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.6) -> st
 def describe_type(value: object) -> str:
     """What a value of a wrong type is, for an error message."""
     return f"the class `{value.__name__}`" if isinstance(value, type) else f"a `{type(value).__name__}`"
+
+
+def install_command(extra: str) -> str:
+    """What installs an optional dependency of the package, from an index or from a clone of its repository."""
+    return f"pip install 'hf-ddtree[{extra}]', or in a clone pip install '.[{extra}]'"
 
 
 def shortened(value: object) -> str:

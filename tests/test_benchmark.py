@@ -191,7 +191,8 @@ def test_the_command_tells_what_it_measured(tmp_path: Path) -> None:
     ):
         assert expected in first.stdout.replace(" \n", " ").replace("\n2", "2")
     assert max(len(line) for line in first.stdout.splitlines() if str(tmp_path) not in line) <= 80
-    assert again.stderr == f"All 2 runs are in {tmp_path} already.\n" and first.stderr == ""
+    assert again.stderr == f"All 2 runs are in {tmp_path} already.\n"
+    assert first.stderr.splitlines() == ["0 of 2 runs", "2 of 2 runs"]
     assert again.stdout == first.stdout
 
 
@@ -199,7 +200,7 @@ def test_the_command_says_that_nothing_is_drawn_without_matplotlib(tmp_path: Pat
     monkeypatch.setattr("hf_ddtree.cli.bench.find_spec", lambda name: None)
     arguments = ["--limit", "1", "--max-new-tokens", "2", "--method", "tree:2", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "80"})
-    message = "No report.png is drawn, as matplotlib is not installed: pip install 'hf-ddtree[plots]'."
+    message = "No report.png is drawn, as matplotlib is not installed: pip install 'hf-ddtree[plots]'"
     assert message in " ".join(result.stderr.split())
     assert not (tmp_path / "report.png").exists()
 
@@ -541,8 +542,8 @@ def test_a_folder_alone_is_measured_with_lookup_on_the_prompts_that_ship(tmp_pat
     assert [entry["identical"] for entry in json.loads(result.stdout)["summary"]] == [2, 2, 2]
 
 
-def test_messages_and_the_progress_bar_do_not_share_a_line(tmp_path: Path) -> None:
+def test_without_a_terminal_there_are_lines_in_place_of_a_bar(tmp_path: Path) -> None:
     arguments = ["--limit", "1", "--max-new-tokens", "2", "--method", "tree:2", "--output", str(tmp_path), "--json"]
     result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "80"})
     assert json.loads(result.stdout) == json.loads((tmp_path / "report.json").read_text())
-    assert result.stderr == ""
+    assert result.stderr.splitlines() == ["0 of 2 runs", "2 of 2 runs"]

@@ -238,10 +238,13 @@ def test_drafters(tmp_path):
         loaded = DFlashDraftModel(config)
     report = hf_ddtree.check(make_config("llama"), loaded, tree_budget=4)
     assert report.drafter_fits and report.memory.features == 5 * 2 * 32 * 4
-    assert "load_drafter" not in report.call and "from_pretrained('LlamaConfig'" in report.call
+    assert "load_drafter" not in report.call and "from_pretrained" not in report.call  # neither has a name
     report = hf_ddtree.check(make_model("llama", "sdpa"), loaded)
     assert report.call.splitlines()[1:] == [
-        'model.generate(**inputs, assistant_model=drafter, generation_strategy="ddtree", tree_budget="auto")'
+        'inputs = tokenizer("A prompt of yours", return_tensors="pt").to(model.device)',
+        'out = model.generate(**inputs, assistant_model=drafter, generation_strategy="ddtree", tree_budget="auto", '
+        "max_new_tokens=128)",
+        "print(tokenizer.decode(out[0], skip_special_tokens=True))",
     ]
 
     for drafter in (PAIR / "drafter", loaded, config):
@@ -255,7 +258,7 @@ def test_drafters(tmp_path):
 
 def test_without_a_drafter_it_says_what_can_draft(tmp_path):
     report = hf_ddtree.check(published("Qwen3-8B", tmp_path))
-    assert report.call.endswith('tree_lookup=True, generation_strategy="ddtree", tree_budget="auto")')
+    assert 'tree_lookup=True, generation_strategy="ddtree", tree_budget="auto"' in report.call
     assert [bool(suggestion.call) for suggestion in report.suggestions] == [False, True, False]
     assert "Qwen/Qwen3-0.6B" in report.suggestions[1].call
     report = hf_ddtree.check(make_config("llama"))
@@ -264,17 +267,18 @@ def test_without_a_drafter_it_says_what_can_draft(tmp_path):
 
 
 @pytest.mark.core
-def test_the_call_without_a_drafter_runs(tmp_path):
-    """As it is printed, with the target loaded from the folder."""
-    shutil.copytree(PAIR / "target", tmp_path / "target")
-    call = hf_ddtree.check(tmp_path / "target").call
-    model, _, tokenizer = hf_ddtree.load_demo()
-    inputs = tokenizer("def read(path):\n", return_tensors="pt")
-    code = call.replace('dtype="auto"', 'dtype="float32"').replace("**inputs", "**inputs, max_new_tokens=24")
-    *before, last = code.splitlines()
-    names = {"inputs": inputs}
-    exec("\n".join([*before, f"out = {last}"]), names)
-    assert torch.equal(names["out"], model.generate(**inputs, max_new_tokens=24))
+@pytest.mark.parametrize("has_drafter", [False, True])
+def test_the_call_runs_as_it_is_printed(has_drafter, tmp_path):
+    shutil.copytree(PAIR, tmp_path / "pair")
+    config = tmp_path / "pair" / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}))
+    drafter = ["--drafter", tmp_path / "pair" / "drafter"] if has_drafter else []
+    output = TestCommand().run(tmp_path / "pair" / "target", *drafter).stdout
+    code = output[output.index("import hf_ddtree") :].split("\nA drafter gains more")[0]
+    names = {}
+    exec(code, names)
+    plain = names["model"].generate(**names["inputs"], max_new_tokens=128)
+    assert torch.equal(names["out"], plain) and ("drafter" in names) == has_drafter
 
 
 @pytest.mark.parametrize(
@@ -441,7 +445,7 @@ class TestCommand:
         assert nodes in result.output and f"{PAIR / 'drafter'}" in result.output.replace("\n", "")
         assert re.search(r"\d MiB  in all, [\d.]+ KiB per node +│", result.output)
         budget = arguments[0] if arguments else '"auto"'
-        assert f"tree_budget={budget})" in result.output
+        assert f"tree_budget={budget}, " in result.output
 
     @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])
     def test_budgets_that_are_none(self, value):

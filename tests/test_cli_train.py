@@ -47,6 +47,9 @@ def test_from_prompts_to_a_drafter(tmp_path):
     assert result.exit_code == 0, result.output
     assert "tokens per forward after step 2: chain" in result.output and "plain" in result.output
     assert "Memory in each process: 0." in result.stderr
+    for line in ("answers: 4 of 4 prompts", "step 2, 100% done, loss ", "tokens per forward after step 0: chain"):
+        assert line in result.stderr
+    assert "Decoding with the drafter: 4 of 4 runs" in result.stderr
     assert sorted(path.name for path in (folder / "drafter").iterdir()) == [
         "README.md",
         "config.json",

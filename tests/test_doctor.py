@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import hf_ddtree
 from hf_ddtree.cli import app
 from hf_ddtree.demo import demo_folders, load_demo, varied_prompts
+from hf_ddtree.training import doctor
 from hf_ddtree.training.doctor import diagnose
 
 SHIPPED = Path(demo_folders()[1])
@@ -180,3 +181,30 @@ def test_a_drafter_of_another_target(pair, prompts):
     drafter = hf_ddtree.training.new_drafter(pair[0], 2, layers=1)
     found = diagnose(pair[0], drafter, pair[2], prompts[:1], max_new_tokens=64)
     assert not found.is_well and "train it on" in " ".join(found.findings())
+
+
+@pytest.mark.parametrize(
+    ("empty", "message"),
+    [([], "`prompts` is empty"), ([[5, 6], []], r"`prompts` has prompts without a token, at \[1\]")],
+)
+def test_prompts_without_a_token(pair, empty, message):
+    target, drafter, tokenizer = pair
+    with pytest.raises(ValueError, match=message):
+        diagnose(target, drafter, tokenizer, empty)
+    with pytest.raises(ValueError, match=message.replace("`prompts`", "`in another mode`")):
+        diagnose(target, drafter, tokenizer, [[5, 6]], {"in another mode": empty})
+
+
+def test_a_mode_with_short_answers_is_left_out(pair, prompts, monkeypatch):
+    target, _, tokenizer = pair
+    decode = doctor._decode
+
+    def cut_short(model, drafter, prompt, max_new_tokens):
+        return decode(model, drafter, prompt, 4 if list(prompt) == [5, 6] else max_new_tokens)
+
+    monkeypatch.setattr(doctor, "_decode", cut_short)
+    found = diagnosis(pair, prompts[:1], other_modes={"in another mode": [[5, 6]]})
+    assert found.is_well
+    assert found.notes[0].startswith(
+        "Asked in another mode, nothing can be told: The answers are shorter than a block"
+    )

@@ -191,9 +191,15 @@ def test_weights_of_another_kind(tmp_path: Path) -> None:
         load_drafter(tmp_path)
 
 
-def test_no_such_folder(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="nowhere"):
-        load_drafter(tmp_path / "nowhere")
+@pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "../nowhere", "a/folder/nowhere", Path("nowhere")])
+def test_no_such_folder(name: str | Path) -> None:
+    with pytest.raises(OSError, match="^The folder '.*nowhere' does not exist, so no drafter can be loaded from it.$"):
+        load_drafter(name)
+
+
+def test_no_such_repository() -> None:
+    with pytest.raises(OSError, match="^'nobody/nowhere' is no folder, nor could it be had from the Hub: "):
+        load_drafter("nobody/nowhere", local_files_only=True)
 
 
 @pytest.mark.parametrize(

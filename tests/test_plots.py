@@ -55,6 +55,11 @@ def test_without_trees_or_rounds(rounds, tmp_path):
     figure.savefig(tmp_path / "stats.png")
 
 
+def test_an_output_in_place_of_its_statistics():
+    with pytest.raises(TypeError, match="`stats` must be the `ddtree_stats` of an output, but is a `dict`"):
+        plot_stats({})
+
+
 def test_speed_stands_at_its_nodes():
     axes = new_figure(4, 3).subplots()
     draw_speed_by_nodes(axes, {"plain": (0.0, 50.0), "tree:8": (7.5, 150.0)})
@@ -64,7 +69,7 @@ def test_speed_stands_at_its_nodes():
 
 def test_matplotlib_is_not_needed_to_import(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'hf-ddtree\[plots\]'"):
+    with pytest.raises(ImportError, match=r"\[plots\]', or in a clone pip install '\.\[plots\]'"):
         plot_stats(stats())
     code = "import sys, hf_ddtree.visualize; print('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

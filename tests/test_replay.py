@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.families import VOCAB_SIZE, make_model
 from helpers.side_by_side import make_prompt
 from selenium import webdriver
@@ -127,11 +128,45 @@ def test_a_character_of_several_tokens_comes_with_the_last():
 
 def test_refuses_what_it_cannot_show(tmp_path):
     output = long_output()
-    with pytest.raises(ValueError, match="`row` is 1, but the output has 1 rows"):
-        save_html(output, Words(), tmp_path / "page.html", row=1)
     output.ddtree_stats = DDTreeStats()
     with pytest.raises(ValueError, match="return_trees=True"):
         save_html(output, Words(), tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("row", [1, -1, "0", None])
+def test_refuses_a_row_that_is_not_there(row, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(f"`row` is {row!r}, but must be 0")):
+        save_html(long_output(), Words(), tmp_path / "page.html", row=row)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"output": torch.zeros(1, 3)}, ValueError, "`output`, a `Tensor`, holds no trees. Pass `return_dict"),
+        ({"tokenizer": "gpt2"}, TypeError, "`tokenizer` must have `decode`, as tokenizers do, but is a `str`"),
+        ({"race": ["tree"]}, TypeError, "`race` must hold `hf_ddtree.visualize.Lane`, but holds a `str`"),
+        ({"path": "no/such/folder/page.html"}, OSError, "The folder of `path`, 'no/such/folder', does not exist"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, error, message, tmp_path):
+    given = {"output": long_output(), "tokenizer": Words(), "path": tmp_path / "page.html"} | arguments
+    with pytest.raises(error, match=message):
+        save_html(**given)
+
+
+def test_says_what_was_run(tmp_path):
+    model, drafter, tokenizer = hf_ddtree.load_demo()
+    save_html(long_output(), Words(), tmp_path / "page.html", model=model, drafter=drafter)
+    facts = data_of(tmp_path / "page.html")["facts"]
+    assert list(facts) == ["target", "drafter", "device", "versions"]
+    assert re.fullmatch(r"demo_pair/target, \w+ForCausalLM, \d+\.\d million parameters, float32", facts["target"])
+    assert facts["drafter"].startswith("demo_pair/drafter, DFlash2DraftModel, ")
+    assert facts["device"].endswith(f"{torch.get_num_threads()} thread" + "s" * (torch.get_num_threads() > 1))
+    assert f"torch {torch.__version__}, transformers {transformers.__version__}" in facts["versions"]
+    save_html(long_output(), Words(), tmp_path / "page.html", model=model, drafter="prompt lookup")
+    assert data_of(tmp_path / "page.html")["facts"]["drafter"] == "prompt lookup"
+    save_html(long_output(), Words(), tmp_path / "page.html")
+    assert data_of(tmp_path / "page.html")["facts"] == {}
 
 
 def test_no_text_ends_the_data(tmp_path):
@@ -151,7 +186,9 @@ def page(tmp_path_factory) -> Iterator[webdriver.Chrome]:
         pytest.skip("needs Chromium and its driver (Debian: apt-get install chromium chromium-driver)")
     path = tmp_path_factory.mktemp("replay") / "page.html"
     lanes = [Lane(title, [9, 10, 11], [at, 2 * at, 3 * at]) for title, at in (("standard", 0.2), (HOSTILE, 0.05))]
-    save_html(long_output(), Words(), path, race=lanes)
+    model, _, _ = hf_ddtree.load_demo()
+    model.name_or_path = "somebody/target"
+    save_html(long_output(), Words(), path, race=lanes, model=model, drafter=HOSTILE)
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1000"):
@@ -182,6 +219,9 @@ def test_nothing_of_a_hostile_token_runs(page):
     assert [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"] == []
     assert HOSTILE in text_of(page, "before") and len(page.find_elements(By.TAG_NAME, "script")) == 2
     assert page.find_elements(By.CSS_SELECTOR, ".lane b")[1].text == HOSTILE
+    names, texts = ([one.text for one in page.find_elements(By.CSS_SELECTOR, f"#facts {tag}")] for tag in ("dt", "dd"))
+    assert names == ["target", "drafter", "device", "versions"]
+    assert texts[0].startswith("somebody/target, ") and texts[1] == HOSTILE
 
 
 def test_steps_by_keys_and_mouse(page):

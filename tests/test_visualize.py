@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from hf_ddtree.tree.draft_tree import DraftTree
@@ -53,6 +54,20 @@ def test_the_accepted_path_stands_out():
     assert f"{green}'\\n'" in text
     assert f"{green}' leaf'" not in text
     assert f"{green}'[bold]'" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tree": [tree()]}, TypeError, r"`tree` must be a `DraftTree`, but is a `list`. .*trees\[round\]\[row\]"),
+        ({"tokenizer": "gpt2"}, TypeError, "`tokenizer` must have `decode`, as tokenizers do, but is a `str`"),
+        ({"accepted_path": [0, 4]}, ValueError, "`accepted_path` holds 4, but the tree has nodes 0 to 3"),
+        ({"accepted_path": [[0, 1]]}, ValueError, r"`accepted_path` holds \[0, 1\], but"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        draw_tree(**({"tree": tree(), "tokenizer": Words()} | arguments))
 
 
 def test_a_root_alone():

@@ -85,11 +85,11 @@ def check(
     if drafter is None:
         found["suggestions"] = tuple(suggestions_for(twin, holds_mtp_layers(path, twin)))
     lines = ["import hf_ddtree"]
-    if not isinstance(model, PreTrainedModel) and auto_class is not None:
-        lines += loading_of(found["model"], found["attn_implementation"], auto_class)
+    if not isinstance(model, PreTrainedModel) and auto_class is not None and path is not None:
+        lines += loading_of(path, found["attn_implementation"], auto_class)
     if drafter is not None and not isinstance(drafter, PreTrainedModel):
         lines.append(drafter_loading_of(found["drafter"]))
-    lines.append(generate_call(drafter is not None, tree_budget))
+    lines += generate_call(drafter is not None, tree_budget)
     return CheckReport(**found, supported=True, call="\n".join(lines))
 
 

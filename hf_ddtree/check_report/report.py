@@ -44,8 +44,9 @@ class CheckReport:
         drafter_kind: What kind of drafter it is; None if that is not known.
         drafter_tree: What its trees are like.
         notes: What else to know.
-        call: Code that decodes with trees; None if the target is not supported or the drafter does not fit. Without a
-            drafter it drafts by prompt lookup.
+        call: Code that decodes a prompt with trees and prints the text; None if the target is not supported or the
+            drafter does not fit. Without a drafter it drafts by prompt lookup. What was passed as an object, and what
+            cannot be named, is taken for `model`, `tokenizer` and `drafter`.
         suggestions: What else can draft, if no drafter was given.
     """
 

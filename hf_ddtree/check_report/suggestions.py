@@ -37,12 +37,13 @@ class Suggestion:
 
 
 def loading_of(name: str, attn_implementation: str, auto_class: type) -> list[str]:
-    """Lines that load a target."""
+    """Lines that load a target and its tokenizer."""
     options = f'dtype="auto", attn_implementation="{attn_implementation}"'
     return [
-        f"from transformers import {auto_class.__name__}",
+        f"from transformers import {auto_class.__name__}, AutoTokenizer",
         "",
         f"model = {auto_class.__name__}.from_pretrained({name!r}, {options})",
+        f"tokenizer = AutoTokenizer.from_pretrained({name!r})",
     ]
 
 
@@ -51,11 +52,15 @@ def drafter_loading_of(name: str) -> str:
     return f"drafter = hf_ddtree.load_drafter({name!r}, target_model=model)"
 
 
-def generate_call(has_drafter: bool, tree_budget: Any) -> str:
-    """A line that generates, by prompt lookup if there is no drafter."""
+def generate_call(has_drafter: bool, tree_budget: Any) -> list[str]:
+    """Lines that generate from a prompt and print the text, by prompt lookup if there is no drafter."""
     source = "assistant_model=drafter" if has_drafter else "tree_lookup=True"
-    budget = json.dumps(tree_budget)
-    return f'model.generate(**inputs, {source}, generation_strategy="ddtree", tree_budget={budget})'
+    options = f'{source}, generation_strategy="ddtree", tree_budget={json.dumps(tree_budget)}, max_new_tokens=128'
+    return [
+        'inputs = tokenizer("A prompt of yours", return_tensors="pt").to(model.device)',
+        f"out = model.generate(**inputs, {options})",
+        "print(tokenizer.decode(out[0], skip_special_tokens=True))",
+    ]
 
 
 def suggestions_for(target: PreTrainedModel, has_mtp: bool | None) -> Iterator[Suggestion]:

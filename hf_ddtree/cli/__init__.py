@@ -24,7 +24,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"hf-ddtree {hf_ddtree.__version__}")
         for name, version in versions().items():
-            if version is not None:
+            if version is not None and name != "hf-ddtree":
                 typer.echo(f"{name} {version}")
         raise typer.Exit()
 

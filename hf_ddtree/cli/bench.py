@@ -11,7 +11,9 @@ from rich.text import Text
 
 from ..benchmark.methods import DEFAULTS, DEFAULTS_WITHOUT_DRAFTER, NAMES
 from ..benchmark.prompts import DATASETS
+from ..validation import install_command
 from .options import DeviceMap, Dtype, Target, check_repository, usage_error
+from .progress import PlainProgress
 from .terminal import make_console
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ def bench(
     logging.disable_progress_bar()
     console = make_console()
     messages = make_console(stderr=True)
+    lines = PlainProgress(messages)
     finished_before = False
 
     def tell(done: int, total: int) -> None:
@@ -80,6 +83,8 @@ def bench(
             progress.add_task("runs", total=total)
             finished_before = done == total
         progress.update(progress.task_ids[0], completed=done)
+        if not finished_before:
+            lines.tell(done / total, f"{done} of {total} runs")
 
     try:
         if compare is not None:
@@ -90,7 +95,6 @@ def bench(
         model, tokenizer, drafters, texts, names = _load(
             target, drafter or [], prompts, limit, method, dtype, device_map
         )
-        # Of use to who watches, and in a file it would share lines with messages.
         with Progress(console=messages, disable=not messages.is_terminal) as progress:
             report = measuring.benchmark(
                 model,
@@ -141,9 +145,7 @@ def _draw(messages: Console, report: Report, output: Path) -> None:
     if find_spec("matplotlib"):
         report.plot(output / "report.png")
     else:
-        messages.print(
-            "No report.png is drawn, as matplotlib is not installed: pip install 'hf-ddtree[plots]'.", markup=False
-        )
+        messages.print(Text(f"No report.png is drawn, as matplotlib is not installed: {install_command('plots')}."))
 
 
 def _load(

@@ -67,7 +67,7 @@ def _print_calls(console: Console, report: CheckReport) -> None:
         console.print("\nWith nothing to load, it drafts from the text itself, which pays where that repeats:")
     console.print(Text(f"\n{report.call}"), soft_wrap=True)
     if report.suggestions:
-        console.print("\nA drafter gains more, passed as `assistant_model=drafter`:\n")
+        console.print("\nA drafter gains more, passed as `assistant_model=drafter` in place of `tree_lookup=True`:\n")
     for suggestion in report.suggestions:
         console.print(Text(textwrap.fill(f"- {suggestion.what}", console.width, subsequent_indent="  ")))
         if suggestion.call is not None:

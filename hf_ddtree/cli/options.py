@@ -94,6 +94,7 @@ def check_repository(role: str, name: str, option: str) -> None:
     from transformers import PreTrainedConfig
 
     from ..drafter_kinds import is_drafter_alone
+    from ..drafters.checkpoint import names_a_folder
 
     if name == "mtp":
         return
@@ -102,7 +103,7 @@ def check_repository(role: str, name: str, option: str) -> None:
     except (OSError, ValueError) as error:
         if Path(name).is_dir():
             reason = f"has a config.json that cannot be read: {first_line(error)}"
-        elif Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1:
+        elif names_a_folder(name):
             reason = "does not exist."
         else:
             reason = f"is no folder, nor a repository that could be had from the Hub: {first_line(error)}"

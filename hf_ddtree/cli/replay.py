@@ -63,7 +63,7 @@ def replay(
         console.print(f"{contestant.title}: {run.summary}")
         runs.append(run)
         lanes.append(Lane(contestant.title, run.token_ids, clock.seconds))
-    save_html(out, tokenizer, output, race=lanes)
+    save_html(out, tokenizer, output, race=lanes, model=model, drafter=loaded or "prompt lookup")
     console.print(f"Written to {output}: open it in a browser.", soft_wrap=True, markup=False)
     conclude(console, model, [runs])
 

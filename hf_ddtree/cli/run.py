@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from ..validation import install_command
 from .options import check_repository, check_tree_budget, first_line, usage_error
 
 AT_START = Path(__file__).parent / "at_start"
@@ -62,7 +63,7 @@ def serve(
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise typer.BadParameter("The server needs more packages: pip install 'hf-ddtree[serve]'")
+        raise typer.BadParameter(f"The server needs more packages: {install_command('serve')}.")
     if model == "demo":
         from ..demo import demo_folders
 

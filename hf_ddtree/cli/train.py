@@ -14,8 +14,9 @@ from rich.text import Text
 
 from .loading import json_object
 from .options import DeviceMap, Dtype, Target, check_repository, usage_error
+from .progress import PlainProgress
 from .terminal import make_console
-from .training_table import LiveTable
+from .training_table import LiveTable, line_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -257,10 +258,20 @@ def _answers(
     from ..training.self_text import write_answers
 
     with Live(console=run.messages, transient=True) as live:
-        writing = {**writing, "on_progress": lambda progress: live.update(_writing(progress))}
+
+        def telling() -> dict[str, Any]:
+            lines = PlainProgress(run.messages)
+
+            def tell(progress: WritingProgress) -> None:
+                live.update(_writing(progress))
+                if run.accelerator.is_main_process:
+                    lines.tell(progress.done / progress.total, _answered(progress))
+
+            return {**writing, "on_progress": tell}
+
         for _ in range(2):  # the second time for what other processes have written meanwhile
-            evaluated = write_answers(model, measured, run.output / "held_out", sampled_share=0.0, **writing)
-            answers = write_answers(model, learnt, run.output / "answers", **sampling, **writing)
+            evaluated = write_answers(model, measured, run.output / "held_out", sampled_share=0.0, **telling())
+            answers = write_answers(model, learnt, run.output / "answers", **sampling, **telling())
             run.accelerator.wait_for_everyone()
     return evaluated, answers
 
@@ -279,7 +290,12 @@ def _train(
 
     if run.accelerator.is_main_process:
         _tell_memory(run.messages, model, drafter, config, length, run.accelerator.mixed_precision == "bf16")
-    table = LiveTable()
+    table, lines = LiveTable(), PlainProgress(run.messages)
+
+    def tell(entry: dict[str, Any]) -> None:
+        live.update(table.add(entry, trainer.progress))
+        lines.tell(trainer.progress, line_of(entry, trainer.progress), is_rare="held_out" in entry)
+
     with Live(table.render(), console=run.messages, transient=True) as live:
         trainer = DrafterTrainer(
             model,
@@ -289,7 +305,7 @@ def _train(
             evaluator=Evaluator(model, evaluated, config.tree_budgets, length),
             output_dir=run.output,
             accelerator=run.accelerator,
-            on_log=lambda entry: live.update(table.add(entry, trainer.progress)),
+            on_log=tell,
         )
         if trainer.step and run.accelerator.is_main_process:
             run.messages.print(f"Going on after step {trainer.step}.")
@@ -326,9 +342,12 @@ def _tell_memory(
 
 def _writing(progress: WritingProgress) -> Text:
     left = "" if progress.seconds_left is None else f", {progress.seconds_left / 60:.1f} minutes left"
-    return Text(
-        f"The target answers: {progress.done} of {progress.total} prompts, "
-        f"{progress.tokens_per_second:.0f} tokens/s{left}"
+    return Text(f"{_answered(progress)}{left}")
+
+
+def _answered(progress: WritingProgress) -> str:
+    return (
+        f"The target answers: {progress.done} of {progress.total} prompts, {progress.tokens_per_second:.0f} tokens/s"
     )
 
 
@@ -398,9 +417,12 @@ def _measure(
     from ..training.card import speed_lines
 
     saved = load_drafter(run.output / "drafter", target_model=model)
-    methods = make_methods(METHODS, {"drafter": saved})
+    methods, lines = make_methods(METHODS, {"drafter": saved}), PlainProgress(run.messages)
     report = benchmark(
-        model, tokenizer, prompts, methods, max_new_tokens=max_new_tokens, output_dir=run.output / "bench"
+        *(model, tokenizer, prompts, methods),
+        max_new_tokens=max_new_tokens,
+        output_dir=run.output / "bench",
+        on_run=lambda done, total: lines.tell(done / total, f"Decoding with the drafter: {done} of {total} runs"),
     )
     if (run.output / "bench" / "report.json").exists():
         run.console.print(report.table())

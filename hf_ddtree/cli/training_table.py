@@ -33,8 +33,19 @@ class LiveTable:
             done = f"{self._progress:.0%}" if entry is self._rows[-1] else ""
             table.add_row(str(entry["step"]), done, f"{entry['loss']:.3f}", *hits)
         for held_out in [*self._evaluations[:1], *self._evaluations[1:][-1:]]:
-            figures = held_out["held_out"]["tokens_per_forward"]
-            text = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
-            caption = f"tokens per forward after step {held_out['step']}: {text}"
+            caption = _caption(held_out)
             table.caption = caption if table.caption is None else f"{table.caption}\n{caption}"
         return table
+
+
+def line_of(entry: dict[str, Any], progress: float) -> str:
+    """An entry of the log as a line of plain text, with the share of the run that is done."""
+    if "held_out" in entry:
+        return _caption(entry)
+    return f"step {entry['step']}, {progress:.0%} done, loss {entry['loss']:.3f}"
+
+
+def _caption(evaluation: dict[str, Any]) -> str:
+    figures = evaluation["held_out"]["tokens_per_forward"]
+    text = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
+    return f"tokens per forward after step {evaluation['step']}: {text}"

@@ -39,6 +39,12 @@ def config_errors(name: str, *others: type[Exception]) -> Iterator[None]:
         ) from error
 
 
+def names_a_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether it can be nothing but a folder: no repository of the Hub has such a name."""
+    name = str(path)
+    return not isinstance(path, str) or Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1
+
+
 class Checkpoint:
     """A folder or a repository of the Hub, and how to load from it.
 
@@ -79,7 +85,14 @@ class Checkpoint:
         """
         if Path(self.path).is_file():
             raise ValueError(f"{self.name!r} is a file. Name the folder of the drafter's checkpoint.")
-        raw_config = PreTrainedConfig.get_config_dict(self.path, **self.location)[0]
+        if names_a_folder(self.path) and not Path(self.path).exists():
+            raise OSError(f"The folder {self.name!r} does not exist, so no drafter can be loaded from it.")
+        try:
+            raw_config = PreTrainedConfig.get_config_dict(self.path, **self.location)[0]
+        except OSError as error:
+            if Path(self.path).is_dir():
+                raise
+            raise OSError(f"{self.name!r} is no folder, nor could it be had from the Hub: {error}") from error
         if not isinstance(raw_config, dict):
             raise ValueError(f"The checkpoint {self.name!r} has a config.json that holds no object.")
         return raw_config

@@ -43,5 +43,5 @@ def warn_of_missing(name: str, consequence: str) -> None:
 def _message(name: str, beginning: str) -> str:
     return (
         f"{beginning} `{name}`, a private name that Transformers {transformers.__version__} does not have. Install "
-        "versions that fit: `pip install -U hf-ddtree transformers`."
+        "versions that fit: `pip install -U hf-ddtree transformers`, or in an updated clone `pip install -U .`."
     )

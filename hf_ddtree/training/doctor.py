@@ -137,20 +137,25 @@ def diagnose(
         drafter: A drafter of the DFlash family with the target's vocabulary, as `load_drafter` gives it.
         tokenizer: The target's.
         prompts: As tokens, in the chat template and mode in use. The target answers them greedily.
-        other_modes: The same prompts in other templates or modes, by name, to be tried as well.
+        other_modes: The same prompts in other templates or modes, by name, to be tried as well. Where the answers are
+            too short to tell, a note says so.
         max_new_tokens: Most tokens of an answer.
         on_trial: Called with the name of each fault before it is tried.
 
     Raises:
-        ValueError: If the drafter is of another kind or does not fit, or the answers are too short to tell.
+        ValueError: If the drafter is of another kind or does not fit, a prompt is empty, or the answers are too short
+            to tell.
     """
     require_positive_int("max_new_tokens", max_new_tokens)
+    for name, given in {"prompts": prompts, **(other_modes or {})}.items():
+        _require_tokens(name, given)
     if not isinstance(drafter, DFlashDraftModel):
         raise ValueError(
             f"The drafter is a `{type(drafter).__name__}`, but only those of the DFlash family can be diagnosed."
         )
     was_training = drafter.training
     drafter.eval()
+    notes = _notes(drafter, target_model, tokenizer)
     try:
         text = _OwnText(target_model, drafter, prompts, max_new_tokens)
         as_is, trials = text.evaluate(), []
@@ -161,8 +166,12 @@ def diagnose(
         for mode, others in (other_modes or {}).items():
             if on_trial is not None:
                 on_trial(mode)
-            there = _OwnText(target_model, drafter, others, max_new_tokens).evaluate()
-            trials.append(_trial_of_mode(mode, as_is, there))
+            try:
+                there = _OwnText(target_model, drafter, others, max_new_tokens)
+            except _TooShort as error:
+                notes.append(f"Asked {mode}, nothing can be told: {error}")
+                continue
+            trials.append(_trial_of_mode(mode, as_is, there.evaluate()))
     finally:
         drafter.train(was_training)
     return Diagnosis(
@@ -171,8 +180,19 @@ def diagnose(
         negative_log_likelihood=as_is.negative_log_likelihood,
         hit_rates=as_is.hit_rates,
         trials=trials,
-        notes=_notes(drafter, target_model, tokenizer),
+        notes=notes,
     )
+
+
+def _require_tokens(name: str, prompts: Sequence[Sequence[int]]) -> None:
+    if not prompts:
+        raise ValueError(f"`{name}` is empty. Give at least one prompt.")
+    if empty := [number for number, prompt in enumerate(prompts) if len(prompt) == 0]:
+        raise ValueError(f"`{name}` has prompts without a token, at {empty[:5]}. Leave them out.")
+
+
+class _TooShort(ValueError):
+    """The target's answers end before a block does."""
 
 
 class _Measured(NamedTuple):
@@ -237,9 +257,9 @@ class _OwnText:
                     lengths.append(length)
                 root += length
         if not lengths:
-            raise ValueError(
-                f"The answers are shorter than a block of {depth} tokens, so nothing can be told. Give other "
-                "`prompts` or a greater `max_new_tokens`."
+            raise _TooShort(
+                f"The answers are shorter than a block of {depth} tokens. Give other `prompts` or a greater "
+                "`max_new_tokens`."
             )
         self.decoded = sum(lengths) / len(lengths)
         self._features: list[Tensor] | None = None

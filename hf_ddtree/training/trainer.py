@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..drafters.dflash import DFlashDraftModel
 from ..drafters.dflash.checkpoint import check_drafter_fits
+from ..validation import install_command
 from .anchors import labels_behind, sample_anchors
 from .block_loss import BlockLoss
 from .checkpoints import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
@@ -28,7 +29,7 @@ from .target_features import TargetFeatures
 try:
     from accelerate import Accelerator
 except ImportError as error:
-    raise ImportError("Training needs the package `accelerate`: pip install 'hf-ddtree[train]'.") from error
+    raise ImportError(f"Training needs the package `accelerate`: {install_command('train')}.") from error
 
 # Settings that change nothing of what is learnt, so that a run may go on with others.
 _FREE = ("log_every", "evaluate_every", "checkpoint_every", "tree_budgets", "logits_at_once")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..output import STAGES, DDTreeStats
+from ..validation import describe_type, install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +30,10 @@ def plot_stats(stats: DDTreeStats) -> Figure:
 
     Raises:
         ImportError: If `matplotlib` is not installed.
+        TypeError: If `stats` is something else.
     """
+    if not isinstance(stats, DDTreeStats):
+        raise TypeError(f"`stats` must be the `ddtree_stats` of an output, but is {describe_type(stats)}.")
     has_trees = bool(stats.trees)
     figure = new_figure(width=4.5 * (2 + has_trees), height=3.5)
     parts = figure.subplots(1, 2 + has_trees)
@@ -149,5 +153,5 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("Plots need the package `matplotlib`: pip install 'hf-ddtree[plots]'.") from error
+        raise ImportError(f"Plots need the package `matplotlib`: {install_command('plots')}.") from error
     return Figure(figsize=(width, height), layout="constrained")

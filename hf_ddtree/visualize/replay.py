@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..output import DDTreeOutput, DDTreeStats
 from ..tree.draft_tree import DraftTree
+from ..validation import describe_type, require_tokenizer
+from .run_facts import run_facts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PAGE = files("hf_ddtree") / "visualize" / "page"
 REPLACEMENT_CHARACTER = "\ufffd"
@@ -44,6 +46,9 @@ def save_html(
     path: str | Path,
     row: int = 0,
     race: Sequence[Lane] = (),
+    *,
+    model: PreTrainedModel | None = None,
+    drafter: PreTrainedModel | str | None = None,
 ) -> None:
     """Writes a page that plays a generation round by round: its text, each draft tree, and what was accepted.
 
@@ -55,14 +60,26 @@ def save_html(
         path: Where to write the file.
         row: Which row of the batch.
         race: Methods of decoding with the times of their tokens, which the page plays on one clock.
+        model: The target. With it the page says what it is, where it is, and which versions are installed.
+        drafter: Its drafter, which the page then names as well; a text such as `"prompt lookup"` stands for itself.
 
     Raises:
         ValueError: If the output has no trees or no such row.
+        TypeError: If `tokenizer` is none, or `race` holds something else than lanes.
+        OSError: If the folder of `path` does not exist, or the file cannot be written.
     """
     stats = _stats_with_trees(output)
-    if not 0 <= row < len(output.sequences):
-        raise ValueError(f"`row` is {row}, but the output has {len(output.sequences)} rows. Pass one from 0 on.")
-    Path(path).write_text(_page(_generation(output, stats, tokenizer, row, race)), encoding="utf-8")
+    if not isinstance(row, int) or not 0 <= row < len(output.sequences):
+        last = len(output.sequences) - 1
+        raise ValueError(f"`row` is {row!r}, but must be {f'from 0 to {last}' if last else '0'}, a row of the output.")
+    require_tokenizer(tokenizer)
+    if wrong := [lane for lane in race if not isinstance(lane, Lane)]:
+        raise TypeError(f"`race` must hold `hf_ddtree.visualize.Lane`, but holds {describe_type(wrong[0])}.")
+    if not Path(path).parent.is_dir():
+        raise FileNotFoundError(f"The folder of `path`, {str(Path(path).parent)!r}, does not exist. Make it first.")
+    generation = _generation(output, stats, tokenizer, row, race)
+    generation["facts"] = run_facts(model, drafter)
+    Path(path).write_text(_page(generation), encoding="utf-8")
 
 
 def text_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], before: Sequence[int] = ()) -> list[str]:
@@ -92,8 +109,8 @@ def _stats_with_trees(output: DDTreeOutput) -> DDTreeStats:
     stats = getattr(output, "ddtree_stats", None)
     if stats is None or stats.trees is None or stats.accepted_paths is None:
         raise ValueError(
-            "`output` holds no trees. Pass `return_dict_in_generate=True, return_trees=True` to `generate()` with "
-            '`generation_strategy="ddtree"`.'
+            f"`output`, {describe_type(output)}, holds no trees. Pass `return_dict_in_generate=True, "
+            'return_trees=True` to `generate()` with `generation_strategy="ddtree"`, and its output here.'
         )
     return stats
 

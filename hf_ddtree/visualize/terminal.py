@@ -11,6 +11,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from ..tree.draft_tree import DraftTree
+from ..validation import describe_type, require_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +64,23 @@ def draw_tree(
         tokenizer: Gives the text of tokens; their ids are drawn without it.
         accepted_path: The nodes that the target accepted, which are marked.
         next_token_id: The target's own pick below the last of `accepted_path`, drawn as one more node.
+
+    Raises:
+        TypeError: If `tree` is no tree, or `tokenizer` none.
+        ValueError: If `accepted_path` holds something else than nodes of the tree.
     """
+    if not isinstance(tree, DraftTree):
+        raise TypeError(
+            f"`tree` must be a `DraftTree`, but is {describe_type(tree)}. Those of a call are "
+            "`out.ddtree_stats.trees[round][row]`."
+        )
+    if tokenizer is not None:
+        require_tokenizer(tokenizer)
+    if wrong := [node for node in accepted_path if node not in range(len(tree))]:
+        raise ValueError(
+            f"`accepted_path` holds {wrong[0]!r}, but the tree has nodes 0 to {len(tree) - 1}. Those of a call are "
+            "`out.ddtree_stats.accepted_paths[round][row]`."
+        )
     parents = tree.parents.tolist()
     probabilities = tree.log_probs.exp().tolist()
     accepted = set(accepted_path)

@@ -320,6 +320,9 @@ byId("race-play").addEventListener("click", playRace);
 window.addEventListener("resize", drawStrip);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawStrip);
 
+for (const [name, text] of Object.entries(data.facts)) {
+  byId("facts").append(element("dt", "", name), element("dd", "", text));
+}
 byId("prompt").textContent = data.prompt;
 byId("slider").max = Math.max(0, rounds.length - 1);
 prepareRace();
