@@ -107,6 +107,11 @@ class DDTreeDecoding:
             standard = standard_decoding(model, generation_config) if self.falls_back else None
             if standard is None:
                 raise
+            if self.streamer is not None and (generation_config.num_beams or 1) > 1:
+                raise ValueError(
+                    f"`streamer` is given, but `num_beams` is {generation_config.num_beams}: which beam is best is "
+                    "known at the end, so there is nothing to stream. Set `num_beams=1`, or leave `streamer` out."
+                ) from None
             warn_of_standard_decoding(error)
             call = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria, **model_kwargs}
             call |= {"generation_config": generation_config, "synced_gpus": is_synced(model, self.synced_gpus)}

@@ -81,6 +81,14 @@ def test_a_streamer_gets_the_prompt_once(model, warned):
     assert streamers[0].pieces == streamers[1].pieces and warned
 
 
+def test_beams_have_nothing_to_stream(model, warned):
+    """As without the strategy; a streamer that is ignored would leave its consumer waiting for ever."""
+    for arguments in ({}, {"generation_strategy": "standard"}):
+        with pytest.raises(ValueError, match="`streamer` .*`num_beams`"):
+            model.generate(make_prompt(), **STANDARD, num_beams=2, streamer=Recorder(), **arguments)
+    assert not warned
+
+
 def test_a_model_that_is_not_supported(model, warned):
     noisy = copy.deepcopy(model).train()
     noisy.model.layers[-1].mlp.register_forward_hook(lambda module, args, output: dropout(output))
