@@ -94,7 +94,21 @@ def load_drafter(
     if target_model is not None:
         kind.check_fits(config, target_model)
     with config_errors(checkpoint.name):
-        return kind.load(checkpoint, config, target_model).eval()
+        drafter = kind.load(checkpoint, config, target_model).eval()
+    if target_model is not None:
+        _share_special_tokens(drafter, target_model)
+    return drafter
+
+
+def _share_special_tokens(drafter: PreTrainedModel, target_model: PreTrainedModel) -> None:
+    """Tells a drafter that names no special tokens those of its target.
+
+    By them Transformers' pipelines see that both have the same tokenizer.
+    """
+    own, shared = drafter.config.get_text_config(), target_model.config.get_text_config()
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(own, name, None) is None:
+            setattr(own, name, getattr(shared, name, None))
 
 
 def checkpoint_kind(path_or_repo_id: str | os.PathLike[str]) -> DrafterKind:

@@ -339,6 +339,12 @@ def test_pipeline(pair):
     assert generate(texts, batch_size=3, **arguments, **tree) == generate(texts, batch_size=3, **arguments)
     tokens = generate(texts[0], return_tensors=True, **arguments, **tree)
     assert tokens == generate(texts[0], return_tensors=True, **arguments)
+    drafts = pipeline("text-generation", model=model, tokenizer=tokenizer, assistant_model=drafter)
+    forwards = []
+    hook = drafter.register_forward_hook(lambda *_: forwards.append(1))
+    assert drafts(texts, **arguments, generation_strategy="ddtree") == plain
+    hook.remove()
+    assert len(forwards) >= len(texts)
 
 
 # --- long prompts ---------------------------------------------------------------------------------------------------
