@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -210,6 +211,20 @@ def test_a_full_queue_times_out_and_leaves_no_trace(pair, call):
     assert not thread.is_alive() and isinstance(results[0], queue.Full)
     assert not any(module._forward_hooks for module in model.modules())
     assert model.generate(**call(True)).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("by_tree", [False, True])
+def test_a_call_that_fails_in_a_thread_can_end_its_stream(pair, call, by_tree):
+    """As the page on troubles says."""
+    model, _, tokenizer = pair
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    wrong = {"tree_budget": 0} if by_tree else {"max_new_tokens": 0}
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(model.generate, **call(by_tree) | wrong, streamer=streamer)
+        running.add_done_callback(lambda running: running.exception() and streamer.end())
+        assert "".join(streamer).strip() == ""
+        with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be"):
+            running.result()
 
 
 def test_a_consumer_that_waits_in_vain_times_out(pair, call):
