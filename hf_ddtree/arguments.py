@@ -284,7 +284,7 @@ class GenerateArguments:
         own = attached_names(self._model)
         own.update(filter(None, (getattr(c, "drafter", None) for c in (self._model_config, self._process_config))))
         allowed = own | {LOOKUP}
-        if (own or self._process_config is not None) and name is not None and name not in allowed:
+        if (own or self._process_config is not None) and isinstance(name, str) and name not in allowed:
             raise ValueError(
                 f"`drafter` is {name!r}, but calls for this model may name no other than "
                 f"{', '.join(map(repr, sorted(allowed)))}. To allow it, call `hf_ddtree.attach(model, {name!r})` "
@@ -315,6 +315,7 @@ class GenerateArguments:
                 f"`prompt_lookup_num_tokens` is {num_tokens!r} and a drafter is given as well. Leave one of them out, "
                 "or set `tree_lookup=True` in place of the former: then both draft."
             )
+        require_positive_int("prompt_lookup_num_tokens", num_tokens)
         translated = {"tree_lookup": knobs.get("tree_lookup") or True, "draft_length": num_tokens}
         for name, meant in translated.items():
             if knobs.get(name, meant) != meant:
@@ -322,7 +323,6 @@ class GenerateArguments:
                     f"`{name}` is {knobs[name]!r}, but `prompt_lookup_num_tokens={num_tokens!r}` means {meant!r}. "
                     "Leave one of them out."
                 )
-        require_positive_int("prompt_lookup_num_tokens", num_tokens)
         self.named["prompt_lookup_num_tokens"] = None
         return translated
 

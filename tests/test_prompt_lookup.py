@@ -397,6 +397,7 @@ def test_transformers_own_lookup_is_left_alone():
         ({"prompt_lookup_num_tokens": 3, "draft_length": 4}, ("`draft_length` is 4", "3")),
         ({"prompt_lookup_num_tokens": 3, "tree_lookup": False}, ("`tree_lookup` is False", "3")),
         ({"prompt_lookup_num_tokens": 0}, ("`prompt_lookup_num_tokens`", "0", "at least 1")),
+        ({"prompt_lookup_num_tokens": float("nan")}, ("`prompt_lookup_num_tokens`", "nan", "at least 1")),
         ({"tree_lookup": "yes"}, ("`tree_lookup`", "'yes'", "True, False")),
         ({"tree_lookup": True, "max_matching_ngram_size": 0}, ("`max_matching_ngram_size`", "0", "at least 1")),
         ({"tree_lookup": False}, ("`assistant_model`", "`tree_lookup=True`")),
