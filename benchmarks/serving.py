@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
+import httpx2 as httpx
 import typer
 from measure import RESULTS, rounded_quartiles, save
 from rich.console import Console

@@ -1,4 +1,7 @@
-"""Imported by every Python process under `hf-ddtree run`: registers the strategy, and logs what calls gain."""
+"""Imported by every Python process under `hf-ddtree run`: registers the strategy, and logs what calls gain.
+
+Transformers' server says there what is wrong with a request.
+"""
 
 import importlib.util
 import logging
@@ -17,10 +20,11 @@ def _run_the_next() -> None:
 
 def _register() -> None:
     try:
-        import hf_ddtree  # noqa: F401
+        from hf_ddtree.serving import refuse_wrong_requests
     except ImportError as error:
         print(f"hf-ddtree run: {sys.executable} cannot import hf_ddtree ({error})", file=sys.stderr)
         return
+    refuse_wrong_requests()
     if os.environ.get("HF_DDTREE_LOG") == "1":
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("hf-ddtree: %(message)s"))
