@@ -62,6 +62,39 @@ def test_four_threads_on_one_model_and_its_drafter(pair):
     in_threads([lambda index=index: job(index) for index in range(4)])
 
 
+def test_a_call_that_fails_harms_no_other(pair):
+    """Calls that are refused, and that fail in the middle, on the model and the drafter of one that goes on."""
+    model, drafter, tokenizer = pair
+    inputs = [tokenizer(prompt, return_tensors="pt") for prompt in PROMPTS]
+    expected = [model.generate(**row, max_new_tokens=24, do_sample=False).tolist() for row in inputs]
+    by_tree = {"generation_strategy": "ddtree", "assistant_model": drafter, "max_new_tokens": 24, "do_sample": False}
+    length = inputs[2].input_ids.shape[1]
+
+    class Fails(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] > length + 7:
+                raise RuntimeError("full")
+            return scores
+
+    def right(index):
+        for _ in range(3):
+            assert model.generate(**inputs[index], **by_tree).tolist() == expected[index]
+
+    def wrong(arguments, error, words):
+        for _ in range(3):
+            with pytest.raises(error, match=words):
+                model.generate(**inputs[2], **by_tree, **arguments)
+
+    in_threads(
+        [
+            lambda: right(0),
+            lambda: wrong({"tree_budget": 0}, ValueError, "`tree_budget`"),
+            lambda: wrong({"logits_processor": [Fails()]}, RuntimeError, "full"),
+            lambda: right(1),
+        ]
+    )
+
+
 def test_four_threads_on_two_models_that_share_the_drafter(pair):
     """Same weights, so that the drafter fits both; one of the four decodes plainly, and one assists Transformers."""
     model, drafter, tokenizer = pair
@@ -217,6 +250,24 @@ def test_copies_of_a_used_pair(pair, how, tmp_path):
 
 
 @pytest.mark.core
+def test_calls_leave_no_objects_behind(pair):
+    """Once the budget has tried its sizes, neither those that end nor those that are refused."""
+    model, drafter, tokenizer = pair
+    inputs = [tokenizer(prompt, return_tensors="pt") for prompt in PROMPTS]
+    arguments = {"generation_strategy": "ddtree", "assistant_model": drafter, "max_new_tokens": 8, "do_sample": False}
+
+    def objects_after(calls):
+        for number in range(calls):
+            model.generate(**inputs[number % len(inputs)], **arguments)
+            with pytest.raises(ValueError, match="`tree_budget`"):
+                model.generate(**inputs[0], **arguments, tree_budget=0)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects_after(16)
+    assert objects_after(40) - before < 20
+
+
 def test_nothing_keeps_a_used_model():
     model = AutoModelForCausalLM.from_config(make_config("qwen3_5")).eval()
     plain = model.generate(make_prompt(), max_new_tokens=8, do_sample=False)
