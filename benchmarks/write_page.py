@@ -26,6 +26,7 @@ PAGES = "README.md", "docs/benchmarks.md", "docs/compile.md", "docs/drafters.md"
 PAGES += "docs/targets.md", "docs/trees.md", "docs/clients.md"
 BLOCK = re.compile(r"(?P<begin><!-- figures: (?P<name>\w+) -->\n).*?(?P<end><!-- end of figures -->)", re.DOTALL)
 LABELS = {"plain": "standard decoding", "chain": 'chain (`"dflash"`)', "auto": '`"auto"`, warmed'}
+SERVERS = {"ddtree": "`hf-ddtree serve`", "standard": "`transformers serve`"}
 LABELS |= {"auto, first use": '`"auto"`, first use', "lookup": "prompt lookup"}
 Block = Callable[[Any], Iterator[str]]
 
@@ -590,7 +591,6 @@ def undrafted_speed(results: Any) -> Iterator[str]:
 def serving(results: Any) -> Iterator[str]:
     """The server with and without drafting under the same load."""
     about, summary = results["about"], results["summary"]
-    labels = {"ddtree": "`hf-ddtree serve`", "standard": "`transformers serve`"}
     counted = f"{about['clients']} clients, {summary['requests']} requests of {about['new_tokens']} tokens"
     yield f"{counted}, all answers equal; {machine_of(about)}:"
     yield ""
@@ -606,7 +606,23 @@ def serving(results: Any) -> Iterator[str]:
                 ),
                 " - ".join(str(summary["states"][name][when]["threads"]) for when in ("before", "after")),
             )
-            for name, label in labels.items()
+            for name, label in SERVERS.items()
+        ),
+    )
+
+
+def serving_memory(results: Any) -> Iterator[str]:
+    """What the server keeps from request to request."""
+    about = results["about"]
+    runs = {name: [run for run in results["runs"] if run["server"] == name and run["requests"]] for name in SERVERS}
+    yield f"`{about['command']}`, {about['clients']} clients at once; {machine_of(about)}:"
+    yield ""
+    yield from rows(
+        ("server", "keeps", *(f"after {run['requests']} requests" for run in runs["ddtree"])),
+        (
+            (label, what, *(format(run[key] / size, form) for run in runs[name]))
+            for name, label in SERVERS.items()
+            for what, key, size, form in (("MiB", "memory_kib", 1024, ".0f"), ("objects", "objects", 1, ",.0f"))
         ),
     )
 
@@ -664,6 +680,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         undrafted,
         undrafted_speed,
         serving,
+        serving_memory,
         clients,
     )
 }
