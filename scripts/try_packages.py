@@ -1,8 +1,8 @@
 """Builds the wheel and the source distribution, and runs the demo from each in an environment of its own.
 
 Such an environment has what the package says it needs and nothing else, linked from the environment that runs this, so
-that a dependency that is not declared is missed there, and nothing large is installed again. It also fails if a file of
-the package is missing, or the wheel is large.
+that a dependency that is not declared is missed there, and nothing large is installed again. It also fails if a file
+of the package is missing, or the wheel is large.
 
     python scripts/try_packages.py
 """
