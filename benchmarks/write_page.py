@@ -474,8 +474,10 @@ def drafters(results: Any) -> Iterator[str]:
 
 
 def tree_probabilities(results: Any) -> Iterator[str]:
-    """Conditional trees against marginal ones, end to end."""
-    yield from by_budget(results["tokens_per_forward"], "marginal", "conditional")
+    """Conditional trees, and those of a learned power, against marginal ones, end to end."""
+    figures = results["tokens_per_forward"]
+    kinds = "marginal", "conditional", "learned"
+    yield from by_budget(figures, *(kind for kind in kinds if any(name.startswith(kind) for name in figures)))
 
 
 def branch_trees(results: Any) -> Iterator[str]:
@@ -530,8 +532,9 @@ def by_budget(figures: dict[str, float], *kinds: str) -> Iterator[str]:
             of_kind = [figures[f"{kind}_{budget}"] for budget in budgets]
             gains = ["" if kind == kinds[0] else f" ({of / base - 1:+.0%})" for of, base in zip(of_kind, first)]
             label, _, shape = kind.partition("_")
+            named = "conditional tree, learned power" if label == "learned" else f"{label} tree"
             yield [
-                f"{label} tree{', spine first' if shape else ''}",
+                f"{named}{', spine first' if shape else ''}",
                 *(f"{value:.2f}{gain}" for value, gain in zip(of_kind, gains)),
             ]
 
@@ -659,6 +662,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
     "cache": ("context", cache),
     "texts": ("context", texts),
     "tree_probabilities_9_minutes": ("tree_probabilities_9_minutes", tree_probabilities),
+    "tree_probabilities_sampled": ("tree_probabilities_sampled", tree_probabilities),
 } | {
     block.__name__: (block.__name__, block)
     for block in (

@@ -49,9 +49,9 @@ class DDTreeConfig:
         tree_lookup: Whether to draft from what the text repeats and from what the target said before: in addition to
             the drafter, or alone if there is none. `"text"` and `"target"` draft from one of the two alone.
         max_matching_ngram_size: Most of the last tokens that a lookup matches. By default as many as match.
-        calibrate: Whether a drafter that gives one distribution per depth learns while decoding how often its
-            candidates are accepted, so that trees are built from calibrated probabilities. The same call then builds
-            other trees the next time; its tokens stay the same.
+        calibrate: Whether a DFlash drafter learns while decoding how often its candidates are accepted, so that trees
+            are built from calibrated probabilities. The same call then builds other trees the next time; its tokens
+            stay the same.
         return_trees: Whether the output's `ddtree_stats` keeps the trees of all rounds.
 
     Raises:

@@ -170,11 +170,14 @@ def test_powers_are_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     calibration = Calibration()
     calibration.powers[True].learn([(0, 2)], [[[-0.1, -2.0, -4.0], [0.5, 0.0, 0.0]]], [1])
+    calibration.selector_powers[False].learn([(0,)], [[[-0.1, -2.0, -4.0]]], [1])
     calibration.save(path)
     loaded = Calibration.load(path)
     for do_sample in (False, True):
         assert loaded.powers[do_sample].to_dict() == calibration.powers[do_sample].to_dict()
+        assert loaded.selector_powers[do_sample].to_dict() == calibration.selector_powers[do_sample].to_dict()
     assert loaded.powers[True].values != loaded.powers[False].values
+    assert loaded.selector_powers[False].values != loaded.selector_powers[True].values
     table = json.loads(path.read_text())
     for wrong in ({"greedy": {}}, {"greedy": {"values": [1.0], "curvatures": [1.0]}}, {"warm": {}}, [1]):
         path.write_text(json.dumps(table | {"powers": wrong}))

@@ -19,8 +19,9 @@ from torch import Tensor
 from transformers import AutoModel
 
 from hf_ddtree import DDTreeConfig, DraftContext, load_drafter
-from hf_ddtree.candidate_generators.dflash2 import DFlash2TreeCandidateGenerator
+from hf_ddtree.candidate_generators.dflash2 import DFlash2TreeCandidateGenerator, factors_along
 from hf_ddtree.drafters import DFlash2Config, DFlash2DraftModel
+from hf_ddtree.drafters.mixture import Powers
 from hf_ddtree.tree.build import build_tree
 from hf_ddtree.tree.candidates import best_tokens, conditional_candidates
 
@@ -155,6 +156,42 @@ def test_conditional_probabilities(drafter: DFlash2DraftModel) -> None:
                 torch.testing.assert_close(conditional[row, depth, state], expected, atol=1e-5, rtol=1e-5)
                 assert torch.equal(kept[next_state[row, depth, state]], tokens[row, depth, state])
     assert (conditional.diff(dim=-1) <= 0).all()
+
+
+@pytest.mark.parametrize("true_power", [0.6, 1.0, 1.8])
+def test_the_power_that_tokens_are_drawn_with_is_learned(true_power: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    powers, depth, top_k = Powers((1.0,)), 6, 5
+    for _ in range(400):
+        logits = 2 * torch.randn(depth, VOCAB_SIZE, generator=generator)
+        stated = best_tokens(logits, top_k)
+        pair_scores = torch.randn(depth, top_k, top_k, generator=generator)
+        drawn_from, power = conditional_candidates(*stated, pair_scores, true_power), powers.values[0]
+        emitted: list[int] = []
+        state = 0
+        for probs, tokens, next_state in zip(drawn_from[0].exp(), *drawn_from[1:]):
+            outside = (1 - probs[state].sum()).clamp(min=0)
+            place = int(torch.multinomial(torch.cat((probs[state], outside[None])), 1, generator=generator))
+            emitted.append(int(tokens[state, place]) if place < top_k else -1)
+            if place == top_k:
+                break
+            state = int(next_state[state, place])
+        candidates = conditional_candidates(*stated, pair_scores, power)
+        factors, chosen = factors_along([one.numpy() for one in candidates], emitted, power)
+        assert len(chosen) == len(emitted)
+        powers.learn([[0]] * len(chosen), factors, chosen)
+    assert powers.values[0] == pytest.approx(true_power, rel=0.15)
+
+
+def test_the_power_is_learned_in_calls_that_calibrate(drafter: DFlash2DraftModel) -> None:
+    model = make_model(TARGET, "sdpa")
+    options = {"max_new_tokens": 12, "do_sample": False, "generation_strategy": "ddtree", "assistant_model": drafter}
+    powers = drafter.calibration.selector_powers
+    for arguments in ({"calibrate": False}, {"tree_probabilities": "marginal"}):
+        model.generate(make_prompt(), **options, **arguments)
+        assert powers[False].values == powers[True].values == (1.0,)
+    model.generate(make_prompt(), **options)
+    assert powers[False].values != (1.0,) == powers[True].values
 
 
 def test_nothing_is_drafted_where_there_is_no_distribution() -> None:

@@ -90,7 +90,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
             and self.config.tree_probabilities == "conditional"
             and self._shape != "chain"
         )
-        self._drafted: tuple[Tensor, Tensor] | None = None  # the candidates of the last round, (batch, depth, k)
+        self._drafted: list[Tensor] | None = None  # the candidates of the last round, (batch, depth, ...)
         self._branches: list[BranchCandidates | None] = []  # per row of the last round
         self._embeddings = target_model.get_input_embeddings()
         self._head = target_model.get_output_embeddings()
@@ -156,8 +156,8 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
                     to_host=self.on_host,
                 )
         # The calibration learns on the host, so trees are built there as well.
-        log_probs, token_ids, *states = self.on_host(log_probs, token_ids, *states)
-        self._drafted = log_probs, token_ids
+        self._drafted = self.on_host(log_probs, token_ids, *states)
+        log_probs, token_ids, *states = self._drafted
         if context is not None and self.lookup is not None and self._calibration is not None:
             self.lookup.take_in(context)
             self.lookup.learn()

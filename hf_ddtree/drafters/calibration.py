@@ -49,10 +49,12 @@ class Calibration:
     Attributes:
         powers: For greedy decoding and for sampling (`True`), how marginals and what the target said are combined; see
             `BranchCandidates`.
+        selector_powers: The same for the power of a selector's probabilities; see `DFlash2TreeCandidateGenerator`.
     """
 
     def __init__(self) -> None:
         self.powers = {do_sample: Powers(INITIAL_POWERS) for do_sample in (False, True)}
+        self.selector_powers = {do_sample: Powers((1.0,)) for do_sample in (False, True)}
         # (accepted, expected). Replaced and never written to, so that a thread sees both of the same moment.
         self._counts = np.zeros((2, int(np.prod(SHAPE))))
         self._log_factors = np.zeros(int(np.prod(SHAPE)), dtype=np.float32)
@@ -114,8 +116,11 @@ class Calibration:
         """Writes the table and the powers to a JSON file."""
         table = {"depths": DEPTHS, "ranks": RANKS, "surprises": SURPRISES}
         right, stated = self._counts.tolist()
-        powers = {name: self.powers[do_sample].to_dict() for name, do_sample in DECODING.items()}
-        Path(path).write_text(json.dumps(table | {"right": right, "stated": stated, "powers": powers}))
+        powers = {
+            kind: {name: of_kind[do_sample].to_dict() for name, do_sample in DECODING.items()}
+            for kind, of_kind in self._powers_by_kind.items()
+        }
+        Path(path).write_text(json.dumps(table | {"right": right, "stated": stated} | powers))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
@@ -135,11 +140,16 @@ class Calibration:
             )
         calibration._set(np.array([table["right"], table["stated"]], dtype=np.float64))
         try:
-            for name, powers in table.get("powers", {}).items():
-                calibration.powers[DECODING[name]].set_dict(powers)
+            for kind, of_kind in calibration._powers_by_kind.items():
+                for name, powers in table.get(kind, {}).items():
+                    of_kind[DECODING[name]].set_dict(powers)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{str(path)!r} holds powers that `Calibration.save` did not write.") from error
         return calibration
+
+    @property
+    def _powers_by_kind(self) -> dict[str, dict[bool, Powers]]:
+        return {"powers": self.powers, "selector_powers": self.selector_powers}
 
     def _set(self, counts: np.ndarray) -> None:
         self._counts = counts

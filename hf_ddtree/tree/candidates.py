@@ -35,16 +35,19 @@ def top_candidates(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return log_probs, token_ids
 
 
-def conditional_candidates(log_probs: Tensor, token_ids: Tensor, pair_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def conditional_candidates(
+    log_probs: Tensor, token_ids: Tensor, pair_scores: Tensor, power: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Distributions given the token before, from `best_tokens` and scores of pairs of neighbours, on their device.
 
     The score of a pair is added to the logit of its second token. The scores of a predecessor's candidates are
-    normalised together with the mass outside of the candidates, which no pair changes.
+    raised to a power and normalised together with the mass outside of the candidates, which no pair changes.
 
     Args:
         log_probs, token_ids: `(..., depth, k)`, the candidates of each depth.
         pair_scores: `(..., depth, k, k)`, by predecessor, then by token. Predecessors are the candidates of the depth
             above in their order; at the first depth only the first row counts, which is that of the root.
+        power: What the probabilities are raised to before they are normalised.
 
     Returns:
         `log_probs (..., depth, k, k)` float32, descending along the last dimension, `token_ids` int64 and
@@ -53,8 +56,8 @@ def conditional_candidates(log_probs: Tensor, token_ids: Tensor, pair_scores: Te
     """
     scores = log_probs[..., None, :] + pair_scores
     outside = (1.0 - log_probs.exp().sum(dim=-1)).clamp(min=0.0).log()[..., None, None]
-    scores = torch.cat((scores, outside.expand_as(scores[..., :1])), dim=-1).log_softmax(dim=-1)[..., :-1]
-    scores = _or_impossible(scores)
+    scores = torch.cat((scores, outside.expand_as(scores[..., :1])), dim=-1)
+    scores = _or_impossible((power * scores).log_softmax(dim=-1)[..., :-1])
     order = _descending_order(scores)
     return scores.gather(-1, order), token_ids[..., None, :].expand_as(order).gather(-1, order), order
 
