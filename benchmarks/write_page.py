@@ -545,6 +545,7 @@ def undrafted(results: Any) -> Iterator[str]:
     """Tokens per forward without a drafter, by method, nodes and kind of prompt; greedy, then sampled."""
     settings = results["about"]["settings"]
     kinds = ["all kinds", *dict.fromkeys(run["kind"] for run in results["runs"])]
+    kinds = kinds if len(kinds) > 2 else kinds[:1]
     labels = {
         "all": "text and target",
         "text": "text alone",
@@ -662,6 +663,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
     "cache": ("context", cache),
     "texts": ("context", texts),
     "tree_probabilities_9_minutes": ("tree_probabilities_9_minutes", tree_probabilities),
+    "undrafted_demo": ("undrafted_demo", undrafted),
     "tree_probabilities_sampled": ("tree_probabilities_sampled", tree_probabilities),
 } | {
     block.__name__: (block.__name__, block)
