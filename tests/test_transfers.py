@@ -80,6 +80,18 @@ def test_a_round_waits_once_before_the_verification_and_once_after(family, versi
         assert torch.equal(got, decode(model, None, rows, **options))
 
 
+def test_the_power_of_a_selector_is_learned_as_on_the_host():
+    model = make_model("mistral", first_implementation("mistral"))
+    drafter, accelerator = make_drafter(model, version=2), FakeAccelerator()
+    on_device = [moved(copy.deepcopy(one), accelerator) for one in (model, drafter)]
+    decode(model, drafter, 3, tree_budget=8)
+    decode(*on_device, 3, accelerator, tree_budget=8)
+    powers = [one.calibration.selector_powers[False].to_dict() for one in (drafter, on_device[1])]
+    assert powers[0]["values"] != [1.0]
+    for name in ("values", "curvatures"):
+        assert powers[0][name] == pytest.approx(powers[1][name], rel=1e-4)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     "options",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,6 +64,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
     """
 
     lookup: PromptLookupTreeCandidateGenerator | None = None
+    _learns_from_candidates: bool = False  # where trees are built on a device
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
                 return search_trees(
                     *(log_probs, token_ids, root_ids, budget, self._shape),
                     next_state=next_state,
-                    to_host=self.on_host,
+                    to_host=partial(self._with_candidates, (log_probs, token_ids, *states)),
                 )
         # The calibration learns on the host, so trees are built there as well.
         self._drafted = self.on_host(log_probs, token_ids, *states)
@@ -189,6 +192,14 @@ class DFlashTreeCandidateGenerator(TreeCandidateGenerator):
         branches = BranchCandidates(calibrated, of_row[1], self.lookup.tables, powers, last_tokens)
         self._branches.append(branches)
         return search_branches(branches, budget, self._shape, self.config.tree_top_k)
+
+    def _with_candidates(self, candidates: Sequence[Tensor], *tensors: Tensor) -> list[Tensor]:
+        """Tensors on the CPU; with the same transfer the candidates, if there is something to learn from them."""
+        if not self._learns_from_candidates:
+            return self.on_host(*tensors)
+        brought = self.on_host(*tensors, *candidates)
+        self._drafted = brought[len(tensors) :]
+        return brought[: len(tensors)]
 
     def _candidates(self, hidden_states: Tensor, roots: Tensor, budget: int) -> tuple[Tensor, ...]:
         """Per row the log-probabilities and tokens for `build_tree`; and the next states, if trees are built on how

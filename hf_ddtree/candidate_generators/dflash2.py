@@ -22,9 +22,9 @@ LEAST_PROBABILITY = 1e-4
 class DFlash2TreeCandidateGenerator(DFlashTreeCandidateGenerator):
     """Drafts as for DFlash, but builds trees on the probability of each token given the one before it.
 
-    The selector's probabilities are raised to a power and normalised again. It is learned while decoding, where trees
-    are built on the host, apart for greedy decoding and for sampling (`Calibration.selector_powers`); with
-    `calibrate=False` it is 1. With `tree_probabilities="marginal"` the scores of pairs are left out.
+    The selector's probabilities are raised to a power and normalised again. It is learned while decoding, apart for
+    greedy decoding and for sampling (`Calibration.selector_powers`); with `calibrate=False` it is 1. With
+    `tree_probabilities="marginal"` the scores of pairs are left out.
     """
 
     drafter: DFlash2DraftModel
@@ -37,6 +37,7 @@ class DFlash2TreeCandidateGenerator(DFlashTreeCandidateGenerator):
         self._learn(context)
         if self._is_conditional and self.config.calibrate:
             self._power = self.drafter.calibration.selector_powers[context.do_sample]
+            self._learns_from_candidates = True
         return super().propose(context, budget)
 
     def _candidates(self, hidden_states: Tensor, roots: Tensor, budget: int) -> tuple[Tensor, ...]:
