@@ -36,6 +36,8 @@ SHAPE = (len(DEPTHS), 2, len(RANKS), len(SURPRISES))
 PRIOR, MEMORY = 16.0, 1024
 # The powers of the marginal on the spine and off it, and of what the target said after the last tokens.
 INITIAL_POWERS = (1.0, 0.7, 0.3)
+# Observations that the power of a selector remembers.
+SELECTOR_MEMORY = 512
 # What the powers of greedy decoding and of sampling are called in a file.
 DECODING = {"greedy": False, "sampled": True}
 
@@ -54,7 +56,7 @@ class Calibration:
 
     def __init__(self) -> None:
         self.powers = {do_sample: Powers(INITIAL_POWERS) for do_sample in (False, True)}
-        self.selector_powers = {do_sample: Powers((1.0,)) for do_sample in (False, True)}
+        self.selector_powers = {do_sample: Powers((1.0,), SELECTOR_MEMORY) for do_sample in (False, True)}
         # (accepted, expected). Replaced and never written to, so that a thread sees both of the same moment.
         self._counts = np.zeros((2, int(np.prod(SHAPE))))
         self._log_factors = np.zeros(int(np.prod(SHAPE)), dtype=np.float32)

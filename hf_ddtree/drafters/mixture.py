@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Curvature that the initial powers weigh, and observations after which those before have decayed to 1/e.
-PRIOR_CURVATURE, MEMORY = 100.0, 4096
+# Curvature that the initial powers weigh.
+PRIOR_CURVATURE = 100.0
 LEAST_POWER, LARGEST_POWER = 0.05, 3.0
 
 
@@ -27,13 +27,15 @@ class Powers:
 
     Args:
         initial: What they are before there is evidence.
+        memory: Observations after which those before have decayed to 1/e.
 
     Attributes:
         values: The powers. Replaced and never written to.
     """
 
-    def __init__(self, initial: Sequence[float]) -> None:
+    def __init__(self, initial: Sequence[float], memory: int = 4096) -> None:
         self.values = tuple(map(float, initial))
+        self._memory = memory
         self._curvatures = (PRIOR_CURVATURE,) * len(self.values)
 
     def to_dict(self) -> dict[str, list[float]]:
@@ -80,6 +82,6 @@ class Powers:
         slopes, bends = np.zeros(len(self.values)), np.zeros(len(self.values))
         np.add.at(slopes, np.array(used), gradients)
         np.add.at(bends, np.array(used), curvatures)
-        sums = np.maximum(np.array(self._curvatures) * (1 - 1 / MEMORY) ** len(counts) + bends, PRIOR_CURVATURE)
+        sums = np.maximum(np.array(self._curvatures) * (1 - 1 / self._memory) ** len(counts) + bends, PRIOR_CURVATURE)
         values = (np.array(self.values) + slopes / sums).clip(LEAST_POWER, LARGEST_POWER)
         self.values, self._curvatures = tuple(values.tolist()), tuple(sums.tolist())
