@@ -476,8 +476,8 @@ def drafters(results: Any) -> Iterator[str]:
 def tree_probabilities(results: Any) -> Iterator[str]:
     """Conditional trees, and those of a learned power, against marginal ones, end to end."""
     figures = results["tokens_per_forward"]
-    kinds = "marginal", "conditional", "learned"
-    yield from by_budget(figures, *(kind for kind in kinds if any(name.startswith(kind) for name in figures)))
+    kinds = {name.rpartition("_")[0] for name in figures}
+    yield from by_budget(figures, "marginal", "conditional", *(["learned"] if "learned" in kinds else []))
 
 
 def branch_trees(results: Any) -> Iterator[str]:
