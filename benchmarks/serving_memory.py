@@ -1,6 +1,6 @@
 """What Transformers' server keeps from request to request, with and without drafting.
 
-    pip install 'hf-ddtree[serve]'
+    pip install '.[serve]'
     python benchmarks/serving_memory.py
 
 Sends completions, streamed and whole, of short and long prompts, and wrong requests in between to the server's

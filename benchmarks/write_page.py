@@ -631,6 +631,21 @@ def serving_memory(results: Any) -> Iterator[str]:
     )
 
 
+def rollouts(results: Any) -> Iterator[str]:
+    """Forwards of a policy that is trained, with a drafter that is trained as well and with one that is not."""
+    about, summary = results["about"], results["summary"]
+    counted = f"four rollouts of {about['new_tokens']} tokens per step, runs: {about['seeds']}"
+    yield f"`{about['command']}`, {counted}; {machine_of(about)}:"
+    yield ""
+    yield from rows(
+        ("drafter", *(f"steps {steps}" for steps in summary["steps"])),
+        (
+            (f"trained on every {about['every']} steps", *summary["refreshed"]),
+            ("as it was", *summary["as it was"]),
+        ),
+    )
+
+
 def clients(results: Any) -> Iterator[str]:
     """Programs that call `generate()`, with drafting switched on and without."""
     yield f"`{results['about']['command']}`; {machine_of(results['about'])}:"
@@ -687,6 +702,7 @@ BLOCKS: dict[str, tuple[str, Block]] = {
         undrafted_speed,
         serving,
         serving_memory,
+        rollouts,
         clients,
     )
 }

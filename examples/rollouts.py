@@ -62,24 +62,25 @@ class RefreshDrafter(TrainerCallback):
             module.training = is_training
 
 
-def main(
-    target: Annotated[
-        str | None, typer.Option(help="Policy, a folder or hub id; that of the demo by default.")
-    ] = None,
-    drafter: Annotated[str | None, typer.Option(help="Its drafter.")] = None,
-    steps: int = 24,
-    refresh_every: int = 6,
+def train(
+    target: str,
+    drafter: str,
+    steps: int,
+    refresh_every: int = 0,
     max_new_tokens: int = 64,
     temperature: float = 1.0,
     tree_budget: int = 16,
     learning_rate: float = 1e-4,
-) -> None:
-    if (target is None) != (drafter is None):
-        raise typer.BadParameter("Name both, or neither.", param_hint="--target, --drafter")
-    target_name, drafter_name = (target, drafter) if target and drafter else demo_folders()
-    model = AutoModelForCausalLM.from_pretrained(target_name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(target_name)
-    draft_model = hf_ddtree.load_drafter(drafter_name, target_model=model, dtype=torch.float32)
+    seed: int = 42,
+) -> list[int]:
+    """Trains a policy by GRPO, and its drafter every `refresh_every` steps, if that is not 0.
+
+    Returns:
+        Forwards of the policy per rollout, one rollout per step.
+    """
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    draft_model = hf_ddtree.load_drafter(drafter, target_model=model, dtype=torch.float32)
     hf_ddtree.attach(model, draft_model)
     refresh = RefreshDrafter(draft_model, refresh_every, length=512)
     forwards: list[int] = []
@@ -106,6 +107,7 @@ def main(
             report_to=[],
             save_strategy="no",
             logging_steps=refresh_every or steps,
+            seed=seed,
             # TRL sets a generation config of its own for rollouts, which has to say it again.
             generation_kwargs={
                 "generation_strategy": "ddtree",
@@ -124,9 +126,7 @@ def main(
         )
         count_forwards(model, forwards)
         trainer.train()
-    for start in range(0, steps, refresh_every or steps):
-        part = forwards[start : start + (refresh_every or steps)]
-        print(f"steps {start + 1} to {start + len(part)}: {sum(part) / len(part):.1f} forwards per rollout")
+    return forwards
 
 
 def count_forwards(model: PreTrainedModel, counts: list[int]) -> None:
@@ -141,6 +141,27 @@ def count_forwards(model: PreTrainedModel, counts: list[int]) -> None:
 
     model.generate = counted
     model.register_forward_pre_hook(lambda *_: running.__setitem__(0, running[0] + 1))
+
+
+def main(
+    target: Annotated[
+        str | None, typer.Option(help="Policy, a folder or hub id; that of the demo by default.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Its drafter.")] = None,
+    steps: int = 24,
+    refresh_every: Annotated[int, typer.Option(help="Steps from one refreshment to the next; 0 for none.")] = 6,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    tree_budget: int = 16,
+    learning_rate: float = 1e-4,
+) -> None:
+    if (target is None) != (drafter is None):
+        raise typer.BadParameter("Name both, or neither.", param_hint="--target, --drafter")
+    names = (target, drafter) if target and drafter else demo_folders()
+    forwards = train(*names, steps, refresh_every, max_new_tokens, temperature, tree_budget, learning_rate)
+    for start in range(0, steps, refresh_every or steps):
+        part = forwards[start : start + (refresh_every or steps)]
+        print(f"steps {start + 1} to {start + len(part)}: {sum(part) / len(part):.1f} forwards per rollout")
 
 
 if __name__ == "__main__":
