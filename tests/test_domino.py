@@ -134,7 +134,7 @@ def test_trees_over_rounds(shift_label: bool, prefix_len: int, tmp_path: Path) -
 def test_saved_and_loaded(tmp_path: Path) -> None:
     target = make_model("llama", "sdpa")
     write(tmp_path, target, shift_label=True, pure_draft_prefix_len=2)
-    drafter = load_drafter(tmp_path)
+    drafter = load_drafter(tmp_path, target_model=target)
     drafter.save_pretrained(tmp_path / "again")
     again = load_drafter(tmp_path / "again", target_model=target)
     assert type(again) is DominoDraftModel and again.config.to_diff_dict() == drafter.config.to_diff_dict()

@@ -138,7 +138,7 @@ def test_without_a_markov_head_or_without_confidence(tmp_path: Path) -> None:
 def test_saved_and_loaded(tmp_path: Path) -> None:
     target = make_model("llama", "sdpa")
     tensors = write(tmp_path, target, "deepspec", "rnn")
-    drafter = load_drafter(tmp_path)
+    drafter = load_drafter(tmp_path, target_model=target)
     drafter.save_pretrained(tmp_path / "again")
     again = load_drafter(tmp_path / "again", target_model=target)
     assert type(again) is DSparkDraftModel and again.config.to_diff_dict() == drafter.config.to_diff_dict()

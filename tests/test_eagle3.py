@@ -242,7 +242,7 @@ def test_layers_that_are_not_named(tmp_path: Path) -> None:
 def test_saved_and_loaded(tmp_path: Path) -> None:
     target = make_model("llama", "sdpa")
     write(tmp_path, target)
-    drafter = load_drafter(tmp_path)
+    drafter = load_drafter(tmp_path, target_model=target)
     drafter.save_pretrained(tmp_path / "again")
     again = load_drafter(tmp_path / "again", target_model=target)
     assert type(again) is Eagle3DraftModel and again.config.to_diff_dict() == drafter.config.to_diff_dict()

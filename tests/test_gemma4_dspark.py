@@ -246,7 +246,7 @@ def test_same_tokens(call: str, family_variation: dict[str, Any], tmp_path: Path
 def test_saved_and_loaded(tmp_path: Path) -> None:
     target = make_target()
     tensors = write(tmp_path, target, head="rnn")
-    drafter = load_drafter(tmp_path)
+    drafter = load_drafter(tmp_path, target_model=target)
     drafter.save_pretrained(tmp_path / "again")
     again = load_drafter(tmp_path / "again", target_model=target)
     assert type(again) is Gemma4DSparkDraftModel and again.config.to_diff_dict() == drafter.config.to_diff_dict()

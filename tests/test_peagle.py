@@ -199,9 +199,10 @@ def make_drafter_of_the_library() -> nn.Module:
 def test_saved_and_loaded(reference: ModuleType, tmp_path: Path) -> None:
     theirs = make_theirs(reference, "layers of two kinds")
     theirs.save_pretrained(tmp_path)
-    drafter = load_drafter(tmp_path)
+    target = make_target(theirs)
+    drafter = load_drafter(tmp_path, target_model=target)
     drafter.save_pretrained(tmp_path / "again")
-    again = load_drafter(tmp_path / "again", target_model=make_target(theirs))
+    again = load_drafter(tmp_path / "again", target_model=target)
     assert type(again) is PEagleDraftModel and again.config.to_diff_dict() == drafter.config.to_diff_dict()
     own = drafter.state_dict()
     assert all(torch.equal(tensor, own[name]) for name, tensor in again.state_dict().items())
