@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .drafter_kinds import load_drafter
     from .drafters.calibration import Calibration
     from .output import DDTreeOutput, DDTreeStats
+    from .recording import RecordingFolder
     from .shared_drafters import attach
     from .strategy import ddtree
     from .tree.draft_tree import DraftTree
@@ -42,6 +43,7 @@ _HOMES = {
     "DraftMemory": "draft_memory",
     "DraftTree": "tree.draft_tree",
     "MTPTreeCandidateGenerator": "candidate_generators",
+    "RecordingFolder": "recording",
     "TreeCandidateGenerator": "candidate_generators",
     "attach": "shared_drafters",
     "check": "check_report",
@@ -75,6 +77,7 @@ __all__ = [
     "DraftMemory",
     "DraftTree",
     "MTPTreeCandidateGenerator",
+    "RecordingFolder",
     "TreeCandidateGenerator",
     "attach",
     "check",

@@ -26,7 +26,7 @@ from .shared_drafters import attached_names
 from .validation import UnsupportedError, did_you_mean, require_positive_int
 
 # Arguments of `ddtree` besides the knobs that Transformers does not know.
-OWN_ARGUMENTS = ("candidate_generator", "draft_state", "draft_memory")
+OWN_ARGUMENTS = ("candidate_generator", "draft_state", "draft_memory", "record_to")
 
 # Arguments that give what drafts as an object.
 DRAFTERS = ("assistant_model", "candidate_generator")
@@ -197,7 +197,9 @@ class GenerateArguments:
                 )
         for name in ("generation_strategy", *names):
             self.named.pop(name, None)
+        record_to = self._record_to()
         drafting = {name: self.named.pop(name, None) for name in ("assistant_model", *OWN_ARGUMENTS)}
+        drafting["record_to"] = record_to
         return {**drafting, **self.passed_on(), **knobs, **STRATEGIES[strategy]}
 
     def passed_on(self) -> dict[str, Any]:
@@ -270,6 +272,20 @@ class GenerateArguments:
                 f"{', '.join(f'`{name}`' for name in own)} {'is' if len(own) == 1 else 'are'} for tree decoding, but "
                 'no `generation_strategy` is set. Add `generation_strategy="ddtree"`.'
             )
+
+    def _record_to(self) -> Any:
+        """Where the call is recorded: where it says itself, or else the process's default.
+
+        Raises:
+            ValueError: If a generation config says it, which may come with a model or a request.
+        """
+        if any(getattr(config, "record_to", None) is not None for config in self._configs[:-1]):
+            raise ValueError(
+                "`record_to` is set in a generation config, which may come with a model or a request, so it is not "
+                "followed. Pass `record_to` to `generate()`, or start the server with `--record-to`."
+            )
+        given = self.named.get("record_to")
+        return getattr(self._process_config, "record_to", None) if given is None else given
 
     def _names_another_drafter(self) -> bool:
         """Whether the call says what drafts, otherwise than by the knob `drafter`."""

@@ -145,6 +145,7 @@ class DDTreeConfig:
                 "candidate_generator",
                 "draft_state",
                 "draft_memory",
+                "record_to",
                 "streamer",
             )
             raise TypeError(

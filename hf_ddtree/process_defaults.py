@@ -10,10 +10,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .configuration import LOOKUP, STRATEGIES, DDTreeConfig
+from .recording.folder import recording_folder
 from .shared_drafters import shared_drafter
 from .validation import UnsupportedError
 
-# A JSON object with `generation_strategy` and knobs, as `hf-ddtree run` sets it for a program.
+# A JSON object with `generation_strategy`, knobs and `record_to`, as `hf-ddtree run` sets it for a program.
 VARIABLE = "HF_DDTREE_DEFAULTS"
 
 
@@ -28,7 +29,7 @@ def process_defaults() -> SimpleNamespace | None:
 
 
 def to_variable(generation_strategy: str = "ddtree", **knobs: Any) -> str:
-    """The value of `HF_DDTREE_DEFAULTS` for a strategy and knobs.
+    """The value of `HF_DDTREE_DEFAULTS` for a strategy, knobs and `record_to`, the arguments of a `RecordingFolder`.
 
     Raises:
         ValueError: If one of them has a value that is not allowed.
@@ -65,7 +66,9 @@ def _parsed(text: str) -> dict[str, Any]:
                 f"`generation_strategy` is {settings['generation_strategy']!r}, but must be one of "
                 f"{', '.join(map(repr, STRATEGIES))}."
             )
-        knobs = {name: value for name, value in settings.items() if name != "generation_strategy"}
+        if settings.get("record_to") is not None:
+            recording_folder(settings["record_to"])
+        knobs = {name: value for name, value in settings.items() if name not in ("generation_strategy", "record_to")}
         DDTreeConfig.from_knobs(VARIABLE, **knobs)
     except (TypeError, ValueError) as error:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ from .interop.generation import (
 from .interop.versions import CACHE_KEY, cache_of
 from .interop.wrappers import unwrapped
 from .output import DDTreeOutput, DDTreeStats
+from .recording import RecordingFolder
+from .recording.call import CallRecording, start_recording
+from .recording.folder import recording_folder
 from .shared_drafters import shared_drafter
 from .target.past_recording import keeps_past
 from .target.requirements import check_cache, check_no_noise, check_processes, check_rotary_limit, check_target
@@ -81,6 +85,7 @@ class DDTreeDecoding:
     candidate_generator: TreeCandidateGenerator | None = None
     draft_state: Any = None
     draft_memory: DraftMemory | None = None
+    record_to: RecordingFolder | None = None
     streamer: BaseStreamer | None = None
     synced_gpus: bool | None = None
     falls_back: bool = False
@@ -123,9 +128,12 @@ class DDTreeDecoding:
         processes = Processes(model, self.synced_gpus)
         chooser = Chooser(logits_processor, generation_config.do_sample, processes.agree)
         stats = DDTreeStats.keeping_trees() if self.config.return_trees else DDTreeStats()
-        decoder = TreeDecoder(model, batch, chooser, generator, policy, stats, processes)
+        recording = self._start_recording(model, input_ids, generation_config, model_kwargs, generator, processes)
+        decoder = TreeDecoder(model, batch, chooser, generator, policy, stats, processes, recording)
         decoder.decode(generation_config, model_kwargs)
         batch.end_stream()
+        if recording is not None:
+            recording.write(batch.sequences(), batch.num_emitted)
         logger.info(stats.summary())
         if not generation_config.return_dict_in_generate:
             return batch.sequences()
@@ -153,6 +161,25 @@ class DDTreeDecoding:
         check_target(model)
         check_no_noise(model)
         check_rotary_limit(model, input_ids, stopping_criteria.max_length, model_kwargs["position_ids"])
+
+    def _start_recording(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generator: TreeCandidateGenerator,
+        processes: Processes,
+    ) -> CallRecording | None:
+        """What keeps the call's texts, if they are to be recorded and can be."""
+        if self.record_to is None:
+            return None
+        if not processes.is_one:
+            self.record_to.switch_off("the target is shared by several processes, and no one has its weights.")
+        length = prompt_length(generation_config, model_kwargs)
+        is_cold = cache_of(model_kwargs).get_seq_length() == 0
+        is_whole = length == input_ids.shape[1] or (length is None and is_cold)
+        return start_recording(self.record_to, model, input_ids, is_whole, model_kwargs, generator.feature_layers)
 
     def _drafting_for(self, model: PreTrainedModel) -> tuple[TreeCandidateGenerator, BudgetPolicy]:
         """What proposes trees for a target, and what decides on their size."""
@@ -185,6 +212,7 @@ def ddtree(
     candidate_generator: TreeCandidateGenerator | None = None,
     draft_state: Any = None,
     draft_memory: DraftMemory | None = None,
+    record_to: str | os.PathLike[str] | RecordingFolder | None = None,
     streamer: BaseStreamer | None = None,
     synced_gpus: bool | None = None,
     **knobs: Any,
@@ -198,6 +226,9 @@ def ddtree(
             Without it, or if it belongs to other sequences than the cache, drafting starts cold.
         draft_memory: What `tree_lookup`, or a DFlash drafter without a selector, keeps from one call to the next.
             Hand it only to calls whose users may learn from the time of a call what others have written.
+        record_to: A folder, or a `RecordingFolder`, to which prompts and outputs are written, to train a drafter on
+            them. Texts with images or embeddings in the prompt, and after a cache whose tokens are not passed again,
+            are left out.
         streamer: Gets the emitted tokens. Transformers does not pass its `streamer` argument on to custom decoding
             methods, so give it here as well.
         synced_gpus: Whether all processes must run their forwards together. Transformers does not pass this argument
@@ -230,8 +261,9 @@ def ddtree(
         drafter_kind(assistant_model)
     elif draft_state is not None and config.drafter is None:
         _check_keeps_state(candidate_generator, draft_state)
+    folder = None if record_to is None else recording_folder(record_to)
     return DDTreeDecoding(
-        config, assistant_model, candidate_generator, draft_state, draft_memory, streamer, synced_gpus
+        config, assistant_model, candidate_generator, draft_state, draft_memory, folder, streamer, synced_gpus
     )
 
 

@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 import hf_ddtree
 from hf_ddtree.benchmark import Report
 from hf_ddtree.cli import app
+from hf_ddtree.cli.train import _split_texts as split_texts
 from hf_ddtree.demo import demo_prompts, load_demo
+from hf_ddtree.training import Document
 from hf_ddtree.training.run_log import read_log
 
 SMALL = ("--rows", "1", "--length", "128", "--anchors", "4", "--layers", "1", "--block-size", "4")
@@ -101,6 +103,34 @@ def test_the_head_alone(tmp_path):
     assert changed == {"candidate_selector"} and before.keys() == after.keys()
 
 
+def test_on_what_was_recorded(tmp_path):
+    target, drafter, tokenizer = load_demo()
+    to = hf_ddtree.RecordingFolder(tmp_path / "recorded", features=True)
+    for entry in [*demo_prompts()[:4], demo_prompts()[0]]:
+        inputs = tokenizer(entry["prompt"], return_tensors="pt")
+        arguments = {"assistant_model": drafter, "generation_strategy": "ddtree", "do_sample": False}
+        target.generate(**inputs, max_new_tokens=20, record_to=to, **arguments)
+    shipped = hf_ddtree.demo.demo_folders()[1]
+    command = ("demo", "--recorded", tmp_path / "recorded", "--from", shipped, "--output", tmp_path / "run")
+    result = run(*command, "--head", "dflash2", "--steps", 2, *SMALL)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stderr.split())
+    assert "5 recorded texts with 100 tokens of answers, 5 of them with features for this drafter." in told
+    assert "1 are longer than `--length` and are cut." in told or "longer" not in told
+    summaries = Report.load(tmp_path / "run" / "bench").summaries()
+    assert [entry.method for entry in summaries] == ["plain", "chain", "tree:16", "auto"]
+    before, after = (load_file(where / "model.safetensors") for where in (Path(shipped), tmp_path / "run" / "drafter"))
+    changed = {name.split(".")[0] for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == {"candidate_selector"}
+
+
+def test_prompts_that_are_measured_on_are_not_learnt_from():
+    texts = [Document.answer([1, 2, 3 + number % 4, 9, number], 3) for number in range(8)]
+    measured, learnt = split_texts(texts, 2)
+    assert len(measured) == 2 and len(learnt) == 4
+    assert not {tuple(one.prompt()) for one in measured} & {tuple(one.prompt()) for one in learnt}
+
+
 def test_a_fault_is_told_before_training(tmp_path):
     shutil.copytree(hf_ddtree.demo.demo_folders()[1], tmp_path / "drafter")
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
@@ -120,6 +150,7 @@ def test_a_fault_is_told_before_training(tmp_path):
     [
         ((), "there is nothing to train on. Give `--prompts`"),
         (("--prompts", "missing.jsonl"), "There is no file or folder 'missing.jsonl'"),
+        (("--recorded", "missing"), "There is no folder 'missing'"),
         (("--prompts", "{bad}"), "line 1: the object has none of `prompt`"),
         (("--prompts", "{bad}", "--head", "dflash2"), "`--head` goes on top of a drafter that is trained already."),
         (("--prompts", "{bad}", "--tensorboard"), "pip install tensorboard"),

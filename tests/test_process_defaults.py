@@ -260,6 +260,22 @@ def test_the_server(executed, monkeypatch):
     }
 
 
+def test_a_server_that_records(executed, monkeypatch, tmp_path):
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: True)
+    arguments = ("--drafter", DRAFTER, "--record-to", str(tmp_path / "r"), "--record-gib", "0.5")
+    result = invoke("serve", TARGET, *arguments, "--record-features")
+    assert result.exit_code == 0, result.output
+    # Four layers of 128 numbers.
+    told = f"1,028 bytes per token, 0.50 GiB at most, which is up to {2**29 // 1028:,} tokens."
+    assert told in " ".join(result.stderr.split())
+    ((_, environment),) = executed
+    recording = {"path": str(tmp_path / "r"), "max_bytes": 2**29, "features": True}
+    assert json.loads(environment[VARIABLE])["record_to"] == recording
+    assert not (tmp_path / "r").exists()
+    result = invoke("serve", TARGET, "--record-to", str(tmp_path / "r"))
+    assert "4 bytes per token, 1.00 GiB at most" in " ".join(result.stderr.split())
+
+
 def test_a_server_that_cannot_serve_is_refused_before_it_starts(executed, monkeypatch, tmp_path):
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     output = " ".join(invoke("serve", TARGET).output.replace("│", " ").split())

@@ -71,6 +71,7 @@ def check(
         found |= _kind_of(drafter)
         fit = _fit(drafter, twin, path, found["notes"])
         layer_ids, found["drafter_fits"], found["drafter_reason"] = fit
+        found["feature_size"] = len(layer_ids) * config.get_text_config().hidden_size if layer_ids else None
     try:
         check_target(model if isinstance(model, PreTrainedModel) else twin)
         most_nodes = AutoBudget().most_nodes if tree_budget == "auto" else tree_budget

@@ -43,6 +43,7 @@ class CheckReport:
         drafter_reason: Why not.
         drafter_kind: What kind of drafter it is; None if that is not known.
         drafter_tree: What its trees are like.
+        feature_size: Numbers per token that it reads of the target; None if that is not known.
         notes: What else to know.
         call: Code that decodes a prompt with trees and prints the text; None if the target is not supported or the
             drafter does not fit. Without a drafter it drafts by prompt lookup. What was passed as an object, and what
@@ -63,6 +64,7 @@ class CheckReport:
     drafter_reason: str | None = None
     drafter_kind: str | None = None
     drafter_tree: str | None = None
+    feature_size: int | None = None
     notes: list[str] = field(default_factory=list)
     call: str | None = None
     suggestions: tuple[Suggestion, ...] = ()

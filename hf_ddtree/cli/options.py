@@ -30,6 +30,8 @@ OPTIONS = {
     "model": "TARGET",
     "output_dir": "--output",
     "prompts": "--prompts",
+    "record_to": "--record-to",
+    "recorded": "--recorded",
     "sampled_share": "--sampled-share",
     "start": "--from",
     "steps": "--steps",

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -54,6 +54,16 @@ def serve(
     tree_budget: Budget = "auto",
     tree_lookup: Lookup = None,
     log: Log = True,
+    record_to: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="A folder to record requests and answers to, for `hf-ddtree train`."),
+    ] = None,
+    record_gib: Annotated[
+        float, typer.Option(min=1 / 1024, help="Most GiB of that folder; beyond, the oldest texts go.")
+    ] = 1.0,
+    record_features: Annotated[
+        bool, typer.Option("--record-features", help="Record what the drafter reads of the model as well.")
+    ] = False,
 ) -> None:
     """Serve a model by Transformers' own server, which speaks OpenAI's interface, with drafting switched on.
 
@@ -70,14 +80,37 @@ def serve(
         model, demo_drafter = demo_folders()
         drafter = drafter or demo_drafter
     check_repository("target", model, "MODEL")
-    if drafter not in (None, "lookup"):
-        _check_pair(model, drafter)
+    reads = None if drafter in (None, "lookup") else _check_pair(model, drafter)
+    recording = None
+    if record_to is not None:
+        size = int(record_gib * 2**30)
+        recording = {"path": str(record_to.absolute()), "max_bytes": size, "features": record_features}
+        _tell_recording(recording, reads)
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model, *context.args]
-    _replace_process(command, _environment(drafter, tree_budget, tree_lookup, log))
+    _replace_process(command, _environment(drafter, tree_budget, tree_lookup, log, recording))
 
 
-def _check_pair(model: str, drafter: str) -> None:
-    """Refuses a drafter that does not fit before the server loads anything."""
+def _tell_recording(recording: Mapping[str, Any], feature_size: int | None) -> None:
+    """Says what is recorded, and what that takes, before anything is."""
+    from ..recording.record import bytes_per_token
+
+    if recording["features"] and feature_size is None:
+        typer.echo("It is not known what this drafter reads of the model, so perhaps no features.", err=True)
+    per_token = bytes_per_token(feature_size or 0 if recording["features"] else 0)
+    most = recording["max_bytes"]
+    typer.echo(
+        f"What clients send and get is recorded to {recording['path']}: {per_token:,} bytes per token, "
+        f"{most / 2**30:.2f} GiB at most, which is up to {most // per_token:,} tokens. Beyond, the oldest texts go.",
+        err=True,
+    )
+
+
+def _check_pair(model: str, drafter: str) -> int | None:
+    """Refuses a drafter that does not fit before the server loads anything.
+
+    Returns:
+        Numbers per token that the drafter reads of the target, if that is known.
+    """
     from ..check_report import check
 
     if drafter != "mtp":
@@ -88,6 +121,7 @@ def _check_pair(model: str, drafter: str) -> None:
         raise usage_error(error) from error
     if not report.supported or report.drafter_fits is False:
         raise typer.BadParameter(str(report.drafter_reason or report.reason), param_hint="--drafter")
+    return report.feature_size
 
 
 def _command(words: Sequence[str]) -> list[str]:
@@ -108,7 +142,13 @@ def _command(words: Sequence[str]) -> list[str]:
     return [found, *arguments]
 
 
-def _environment(drafter: str | None, tree_budget: str, tree_lookup: bool | None, log: bool) -> dict[str, str]:
+def _environment(
+    drafter: str | None,
+    tree_budget: str,
+    tree_lookup: bool | None,
+    log: bool,
+    record_to: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
     """The environment in which every Python process has tree decoding as its default."""
     from ..process_defaults import VARIABLE, to_variable
 
@@ -118,7 +158,7 @@ def _environment(drafter: str | None, tree_budget: str, tree_lookup: bool | None
             "Without a drafter there is nothing else to draft with.", param_hint="--no-tree-lookup"
         )
     drafter = drafter or "lookup"
-    defaults = to_variable(drafter=drafter, tree_budget=budget, tree_lookup=tree_lookup)
+    defaults = to_variable(drafter=drafter, tree_budget=budget, tree_lookup=tree_lookup, record_to=record_to)
     paths = [str(AT_START), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, VARIABLE: defaults, "HF_DDTREE_LOG": str(int(log)), "PYTHONPATH": os.pathsep.join(paths)}
 

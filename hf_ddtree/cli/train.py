@@ -46,6 +46,10 @@ def train(
         str | None,
         typer.Option(help="Texts that are taken as they are: a JSONL or text file, a folder, or a dataset."),
     ] = None,
+    recorded: Annotated[
+        str | None,
+        typer.Option(help="A folder to which `generate()` or `hf-ddtree serve` has recorded what this target said."),
+    ] = None,
     start: Annotated[
         str | None, typer.Option("--from", help="A drafter to go on from.", show_default="from scratch")
     ] = None,
@@ -102,7 +106,7 @@ def train(
     console, messages = make_console(), make_console(stderr=True)
     with _errors_as_messages(messages, output):
         target = _target_folder(target)
-        _check_names(target, start, head, has_texts=prompts is not None or texts is not None)
+        _check_names(target, start, head, has_texts=any((prompts, texts, recorded)))
         reading = _reading(template_options, skip_bad_lines, messages)
         from ..drafters.zlab.writing import published_config
         from ..training import TrainingConfig
@@ -127,13 +131,19 @@ def train(
             drafter = _loaded_drafter(model, start, head, seed)
         published_config(drafter.config)
         documents = [] if texts is None else read_documents(texts, tokenizer, **reading)
+        said = [] if recorded is None else _recorded(run, model, drafter, recorded, length, reading)
         measured: list[list[int]] = []
-        if prompts is None:
-            evaluated, documents = documents[:held_out], documents[held_out:]
+        if prompts is not None:
+            measured, learnt = _split(read_prompts(prompts, tokenizer, **reading), held_out, "prompts")
+        elif said:
+            evaluated, said = _split_texts(said, held_out)
+            measured = [document.prompt() for document in evaluated]
         else:
-            measured, learnt = _split(read_prompts(prompts, tokenizer, **reading), held_out)
-            if start is not None:
-                _warn_of_faults(run, model, drafter, tokenizer, measured)
+            evaluated, documents = documents[:held_out], documents[held_out:]
+        documents = [*documents, *said]
+        if measured and start is not None:
+            _warn_of_faults(run, model, drafter, tokenizer, measured)
+        if prompts is not None:
             writing: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}
             writing["drafter"] = drafter if start is not None else None
             sampling = {"sampled_share": sampled_share, "temperature": temperature}
@@ -168,7 +178,9 @@ def _errors_as_messages(messages: Console, output: Path) -> Iterator[None]:
 
 def _check_names(target: str, start: str | None, head: str | None, has_texts: bool) -> None:
     if not has_texts:
-        raise ValueError("there is nothing to train on. Give `prompts` for the target to answer, or `texts`.")
+        raise ValueError(
+            "there is nothing to train on. Give `prompts` for the target to answer, `texts`, or `recorded`."
+        )
     if head is not None and start is None:
         raise ValueError("`head` goes on top of a drafter that is trained already. Name it with `start`.")
     check_repository("target", target, "TARGET")
@@ -212,16 +224,49 @@ def _load(
     return model, tokenizer
 
 
-def _split(prompts: list[list[int]], held_out: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts to measure on, evenly spaced, and the others to learn from."""
-    if len(prompts) <= held_out:
+def _split(texts: list[Any], held_out: int, source: str) -> tuple[list[Any], list[Any]]:
+    """Texts to measure on, evenly spaced, and the others to learn from."""
+    if len(texts) <= held_out:
         raise ValueError(
-            f"`prompts` holds {len(prompts)} prompts, of which `held_out`, {held_out}, are kept to measure on. "
-            "Give more prompts, or keep fewer."
+            f"`{source}` holds {len(texts)} texts, of which `held_out`, {held_out}, are kept to measure on. Give "
+            "more, or keep fewer."
         )
-    every = len(prompts) // held_out
-    learnt = [prompt for number, prompt in enumerate(prompts) if number % every or number // every >= held_out]
-    return prompts[::every][:held_out], learnt
+    every = len(texts) // held_out
+    learnt = [text for number, text in enumerate(texts) if number % every or number // every >= held_out]
+    return texts[::every][:held_out], learnt
+
+
+def _split_texts(said: list[Document], held_out: int) -> tuple[list[Document], list[Document]]:
+    """The same of recorded answers. Prompts that are measured on are not learnt from, however often they came."""
+    by_prompt = {tuple(document.prompt()): document for document in said}
+    measured, _ = _split([document for prompt, document in by_prompt.items() if prompt], held_out, "recorded")
+    prompts = {tuple(document.prompt()) for document in measured}
+    return measured, [document for document in said if tuple(document.prompt()) not in prompts]
+
+
+def _recorded(
+    run: _Run,
+    model: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    folder: str,
+    length: int,
+    reading: dict[str, Any],
+) -> list[Document]:
+    """The recorded answers, and what there is to say of them."""
+    from ..training.data import read_recorded
+
+    on_bad = {name: reading[name] for name in ("on_bad_line", "on_skip")}
+    said = read_recorded(folder, model, drafter.config.target_layer_ids, **on_bad)
+    known, longer = sum(one.features is not None for one in said), sum(len(one) > length for one in said)
+    answers = sum(int(one.is_counted.sum()) for one in said)
+    text = (
+        f"{len(said)} recorded texts with {answers} tokens of answers, {known} of them with features for this drafter."
+    )
+    if longer:
+        text += f" {longer} are longer than `--length` and are cut."
+    if run.accelerator.is_main_process:
+        run.messages.print(Text(text))
+    return said
 
 
 def _warn_of_faults(

@@ -45,6 +45,11 @@ class Batch:
         return {row for group in self.groups for row, unfinished in zip(group.indices, group.unfinished) if unfinished}
 
     @property
+    def num_emitted(self) -> list[int]:
+        """How many tokens each row has emitted, padding left out."""
+        return [count for group in self.groups for count in group.num_emitted]
+
+    @property
     def pad_tokens(self) -> dict[int, int]:
         """The finished rows that standard decoding pads, and their padding token."""
         return {

@@ -22,6 +22,7 @@ from ..devices import builds_on_device
 from ..interop.generation import is_callers_cache, kwargs_after_prefill, prefill, prompt_length
 from ..interop.versions import cache_of
 from ..output import DDTreeStats
+from ..recording.call import CallRecording
 from ..target.cache_rows import CommittedRows
 from ..target.commit_in_graph import GreedyRows
 from ..target.compiled import compiled_forward, num_graphs
@@ -87,6 +88,7 @@ class TreeDecoder:
         policy: Decides how many nodes each round is worth.
         stats: Where to count what is done.
         processes: Those that run the target together with this one.
+        recording: Keeps what is decoded; None if nothing does.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class TreeDecoder:
         policy: BudgetPolicy,
         stats: DDTreeStats,
         processes: Processes,
+        recording: CallRecording | None = None,
     ) -> None:
         self._model = model
         self._batch = batch
@@ -106,6 +109,7 @@ class TreeDecoder:
         self._policy = policy
         self._stats = stats
         self._processes = processes
+        self._recording = recording
         self._vocab_size = num_embeddings(model)
         self._target: CachedModel
         self._unseen: UnseenRounds
@@ -154,12 +158,12 @@ class TreeDecoder:
         num_cached = int(cache_of(model_kwargs).get_seq_length())
         is_whole = prompt_length(generation_config, model_kwargs) == prompt.shape[1]
         self._generator.start(prompt[:, : num_cached if is_whole else 0], num_cached)
-        with recorder.recording_prompt(self._generator.reduce_features):
+        reduce = self._generator.reduce_features
+        with recorder.recording_prompt(reduce if self._recording is None else self._recording.keeping(reduce)):
             through_all_layers = bool(recorder.layer_ids) and self._generator.reads_whole_prompt
             outputs = prefill(model, prompt, generation_config, model_kwargs, through_all_layers)
         self._stats.target_forwards += 1
-        features, reduce = recorder.take_prompt(), self._generator.reduce_features
-        self._unseen = UnseenRounds(prompt, attention_mask, features, reduce, self._chooser.do_sample)
+        self._unseen = UnseenRounds(prompt, attention_mask, recorder.take_prompt(), reduce, self._chooser.do_sample)
         model_kwargs.update(kwargs_after_prefill(outputs, model_kwargs, model))
         cache = cache_of(model_kwargs)
         check_cache(cache)
@@ -268,6 +272,8 @@ class TreeDecoder:
         emitted = self._batch.emitted_along(paths)
         of_unfinished = [tokens if row in current.unfinished else None for row, tokens in enumerate(emitted)]
         self._unseen.add(verification.features, paths, of_unfinished)
+        if self._recording is not None:
+            self._recording.add(verification.features, paths, current.unfinished)
         self._generator.observe(VerifiedRound(current.trees, verification.logits, paths))
         self._stats.count(current.trees, paths, verification.logits)
         if num_graphs() == current.num_graphs:  # else the round took as long as the compiler

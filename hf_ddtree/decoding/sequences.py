@@ -33,6 +33,7 @@ class RowGroup:
         indices: As given.
         steps: For each emitted token of a row the tokens of all rows, as the host knows them.
         unfinished: Which rows are not finished.
+        num_emitted: How many tokens each row has emitted before it was finished, padding left out.
         scores, logits: One tensor `(rows, vocab)` per token, None if they are not kept.
         hidden_states, attentions: What the target's outputs of this name would be in standard decoding, one entry per
             token; None if they are not kept.
@@ -60,6 +61,7 @@ class RowGroup:
         self._pad_token = padding_token(generation_config)
         self.steps: list[list[int]] = []
         self.unfinished = [True] * len(input_ids)
+        self.num_emitted = [0] * len(input_ids)
         self.scores: list[Tensor] | None = [] if keeps_details and generation_config.output_scores else None
         self.logits: list[Tensor] | None = [] if keeps_details and generation_config.output_logits else None
         self.hidden_states: list[Any] | None = [] if keeps_details and generation_config.output_hidden_states else None
@@ -127,6 +129,7 @@ class RowGroup:
             ).tolist()
             # A criterion may have written into them, which standard decoding continues from.
             tokens = self.steps[-1] = self.token_ids[:, -1].tolist()
+        self.num_emitted = [count + unfinished for count, unfinished in zip(self.num_emitted, self.unfinished)]
         self.unfinished = [unfinished and not stops for unfinished, stops in zip(self.unfinished, stop)]
         if self._streamer is not None:
             self._streamer.put(torch.tensor(tokens, dtype=self._buffer.dtype, device="cpu"))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..recording.folder import recorded_files
+from ..recording.identity import fingerprint_of
+from ..recording.record import StoredRecord
 from ..validation import reason_of, shortened
 from .documents import Document
 
@@ -81,6 +84,57 @@ def read_prompts(
     return _read(source, made_of, whole_files=False, on_bad_line=on_bad_line, on_skip=on_skip)
 
 
+def read_recorded(
+    folder: str | Path,
+    target_model: PreTrainedModel,
+    layer_ids: Sequence[int] = (),
+    on_bad_line: OnBadLine = "raise",
+    on_skip: Callable[[str], None] | None = None,
+) -> list[Document]:
+    """What `generate(..., record_to=folder)` or a server has recorded: prompts with their answers, which alone count.
+
+    Args:
+        folder: The folder. Others may go on writing into it.
+        target_model: The target, with the weights that it was recorded with; other weights mean other answers.
+        layer_ids: The layers that the drafter reads. Where their outputs were recorded, documents have them as
+            `features`, which are read when they are needed.
+        on_bad_line: Whether a file that cannot be used, of another target among them, is an error, or is left out.
+        on_skip: Called with what is wrong with each file that is left out.
+
+    Raises:
+        ValueError: If there is no such folder, nothing in it, or a file that cannot be used.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"There is no folder {str(folder)!r}.")
+    fingerprint = fingerprint_of(target_model)
+    config = target_model.config.get_text_config()
+
+    def made_of(path: Path) -> Document | None:
+        try:
+            record = StoredRecord(path)
+        except FileNotFoundError:  # the oldest make room for others
+            return None
+        _check_target(record, fingerprint, config.vocab_size)
+        fits = record.layer_ids == tuple(layer_ids) and record.feature_size == len(layer_ids) * config.hidden_size
+        document = Document.answer(record.token_ids, record.prompt_length)
+        document.features = record.features if fits and record.feature_size else None
+        return document
+
+    entries = ((str(path), partial(Path, path)) for path in recorded_files(folder))
+    made = _made_of_all(folder, entries, made_of, on_bad_line, on_skip)
+    return [document for document in made if document is not None]
+
+
+def _check_target(record: StoredRecord, fingerprint: str | None, vocab_size: int) -> None:
+    if fingerprint is None or record.target != fingerprint:
+        raise ValueError(
+            f"it was recorded with a target of other weights, {record.name!r}, whose answers are others. Record with "
+            "this target, in a folder of its own."
+        )
+    if record.token_ids.max(initial=0) >= vocab_size:
+        raise ValueError(f"it holds the token {record.token_ids.max()}, but the vocabulary has {vocab_size}.")
+
+
 def _read(
     source: str | Path,
     made_of: Callable[[Any], Made],
@@ -88,9 +142,20 @@ def _read(
     on_bad_line: OnBadLine,
     on_skip: Callable[[str], None] | None,
 ) -> list[Made]:
-    """What is made of every entry."""
+    """What is made of every entry of a file, folder or dataset."""
+    return _made_of_all(source, _entries(source, whole_files), made_of, on_bad_line, on_skip)
+
+
+def _made_of_all(
+    source: str | Path,
+    entries: Iterable[tuple[str, Callable[[], Any]]],
+    made_of: Callable[[Any], Made],
+    on_bad_line: OnBadLine,
+    on_skip: Callable[[str], None] | None,
+) -> list[Made]:
+    """What is made of entries, each with where it is and what reads it."""
     made, wrong = [], []
-    for where, read in _entries(source, whole_files):
+    for where, read in entries:
         try:
             made.append(made_of(read()))
         except ValueError as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +14,8 @@ from ..validation import require_positive_int
 
 # In `Rows.documents`, where there is none.
 PADDING = -1
+# Gives the features of the tokens between two places, `(tokens, size)`; None if they are not there any more.
+FeatureReader = Callable[[int, int], Tensor | None]
 
 
 class Document:
@@ -22,12 +24,19 @@ class Document:
     Args:
         token_ids: `(length,)` integers.
         is_counted: `(length,)` booleans: the tokens that the drafter learns to predict. None for all.
+        features: Reads what the target's layers gave for it, where that is kept. None if the target has to be asked.
 
     Raises:
-        ValueError: If the two differ in length.
+        ValueError: If tokens and booleans differ in length.
     """
 
-    def __init__(self, token_ids: Sequence[int] | np.ndarray, is_counted: Sequence[bool] | np.ndarray | None = None):
+    def __init__(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        is_counted: Sequence[bool] | np.ndarray | None = None,
+        features: FeatureReader | None = None,
+    ) -> None:
+        self.features = features
         self.token_ids = np.asarray(token_ids, dtype=np.int32)
         counted = np.ones(len(self.token_ids), dtype=bool) if is_counted is None else is_counted
         self.is_counted = np.asarray(counted, dtype=bool)
@@ -41,6 +50,16 @@ class Document:
     def answer(cls, token_ids: Sequence[int] | np.ndarray, prompt_length: int) -> Document:
         """A prompt and what follows it, which alone counts."""
         return cls(token_ids, np.arange(len(token_ids)) >= prompt_length)
+
+    def prompt(self) -> list[int]:
+        """The tokens in front of the first that counts."""
+        return self.token_ids[: int(self.is_counted.argmax())].tolist()
+
+    def piece(self, start: int, end: int) -> Document:
+        """The tokens between two places."""
+        of_all = self.features
+        features = None if of_all is None else lambda first, last: of_all(start + first, start + last)
+        return Document(self.token_ids[start:end], self.is_counted[start:end], features)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -57,17 +76,21 @@ class Rows:
         is_counted: `(rows, length)` bool, false where there is no document.
         features: `(rows, length, features)`, the outputs of the target's layers that the drafter reads, one beside
             the other; None if the target has to be asked for them.
+        is_known: `(rows, length)` bool, the tokens whose `features` are there; None for all.
     """
 
     token_ids: Tensor
     documents: Tensor
     is_counted: Tensor
     features: Tensor | None = None
+    is_known: Tensor | None = None
 
     def to(self, device: torch.device) -> Rows:
         """The same on a device."""
-        features = None if self.features is None else self.features.to(device)
-        return Rows(self.token_ids.to(device), self.documents.to(device), self.is_counted.to(device), features)
+        fields = (self.token_ids, self.documents, self.is_counted, self.features, self.is_known)
+        token_ids, documents, is_counted, *features = (one if one is None else one.to(device) for one in fields)
+        assert token_ids is not None and documents is not None and is_counted is not None
+        return Rows(token_ids, documents, is_counted, *features)
 
     def positions(self) -> Tensor:
         """`(rows, length)` int64, each token's position in its document."""
@@ -101,11 +124,7 @@ class PackedDocuments:
 
     def __init__(self, documents: Sequence[Document], length: int, seed: int = 0) -> None:
         require_positive_int("length", length)
-        pieces = [
-            Document(document.token_ids[at : at + length], document.is_counted[at : at + length])
-            for document in documents
-            for at in range(0, len(document), length)
-        ]
+        pieces = [document.piece(at, at + length) for document in documents for at in range(0, len(document), length)]
         # A block's root has a token before it, and the tokens after it are predicted.
         pieces = [piece for piece in pieces if piece.is_counted[2:].any()]
         if not pieces:
@@ -128,14 +147,20 @@ class PackedDocuments:
             np.full((len(places), self.length), value, dtype=kind)
             for value, kind in ((0, np.int64), (PADDING, np.int64), (False, bool))
         )
+        features: Tensor | None = None
+        is_known = torch.zeros((len(places), self.length), dtype=torch.bool)
         for row, place in enumerate(places):
             end = 0
             for number, piece in enumerate(self._packed[self._index(place)]):
                 here = slice(end, end + len(piece))
                 token_ids[row, here], is_counted[row, here] = piece.token_ids, piece.is_counted
                 documents[row, here] = number
+                if piece.features is not None and (known := piece.features(0, len(piece))) is not None:
+                    features = known.new_zeros((*is_known.shape, known.shape[1])) if features is None else features
+                    features[row, here], is_known[row, here] = known, True
                 end += len(piece)
-        return Rows(*map(torch.from_numpy, (token_ids, documents, is_counted)))
+        rows = Rows(*map(torch.from_numpy, (token_ids, documents, is_counted)))
+        return rows if features is None else replace(rows, features=features, is_known=is_known)
 
     def _index(self, place: int) -> int:
         number, within = divmod(place, len(self._packed))

@@ -16,7 +16,8 @@ from .documents import PADDING, Rows
 class TargetFeatures:
     """Runs the target over the documents of rows, each by itself, as layers with a state know no documents.
 
-    Documents that are shorter than others in a forward are padded at the right, where no token sees it.
+    Documents that are shorter than others in a forward are padded at the right, where no token sees it. Those whose
+    features the rows have already are left out.
 
     Args:
         target_model: The target.
@@ -33,15 +34,15 @@ class TargetFeatures:
 
         Args:
             rows: The rows, on any device.
-            with_logits: Whether the logits are needed as well.
+            with_logits: Whether the logits are needed as well; then the target runs over all documents.
 
         Returns:
             `(rows, length, features)`, and `(rows, length, vocab)` or None, on the device of the rows, in the target's
-            dtype; zeros where there is no document.
+            dtype, or in that of the rows' features if they are all known; zeros where there is no document.
         """
         device = rows.token_ids.device
-        features = logits = None
-        for pieces in _forwards(rows):
+        features, logits = None if with_logits else rows.features, None
+        for pieces in _forwards(rows, leaves_known=features is not None):
             longest = max(end - start for _, start, end in pieces)
             token_ids = rows.token_ids.new_zeros((len(pieces), longest))
             for place, (row, start, end) in enumerate(pieces):
@@ -49,8 +50,9 @@ class TargetFeatures:
             given, predicted = self._run(token_ids.to(self._model.device), with_logits)
             if features is None:
                 features = given.new_zeros((*rows.token_ids.shape, given.shape[-1]), device=device)
-                if predicted is not None:
-                    logits = predicted.new_zeros((*rows.token_ids.shape, predicted.shape[-1]), device=device)
+            features = features.to(given.dtype)
+            if predicted is not None and logits is None:
+                logits = predicted.new_zeros((*rows.token_ids.shape, predicted.shape[-1]), device=device)
             for place, (row, start, end) in enumerate(pieces):
                 features[row, start:end] = given[place, : end - start].to(device)
                 if logits is not None and predicted is not None:
@@ -71,15 +73,23 @@ class TargetFeatures:
         return features, outputs.logits if with_logits else None
 
 
-def _forwards(rows: Rows) -> Iterator[list[tuple[int, int, int]]]:
+def _forwards(rows: Rows, leaves_known: bool) -> Iterator[list[tuple[int, int, int]]]:
     """The documents of rows as lists of row, first token and end; those in a list are run together, which with their
-    padding are no more tokens than the rows have."""
+    padding are no more tokens than the rows have.
+
+    Args:
+        rows: The rows.
+        leaves_known: Whether to leave out documents whose features the rows have.
+    """
+    if leaves_known and rows.is_known is None:
+        return
+    known = torch.zeros_like(rows.is_counted) if rows.is_known is None or not leaves_known else rows.is_known
     pieces = []
-    for row, documents in enumerate(rows.documents.cpu()):
+    for row, (documents, is_known) in enumerate(zip(rows.documents.cpu(), known.cpu())):
         numbers, lengths = torch.unique_consecutive(documents, return_counts=True)
         ends = lengths.cumsum(0)
         for number, start, end in zip(numbers.tolist(), (ends - lengths).tolist(), ends.tolist()):
-            if number != PADDING:
+            if number != PADDING and not is_known[start]:
                 pieces.append((row, start, end))
     pieces.sort(key=lambda piece: piece[1] - piece[2])
     together: list[tuple[int, int, int]] = []

@@ -198,9 +198,7 @@ class DrafterTrainer:
         for number, (rows, (anchors, is_used)) in enumerate(parts):
             rows = rows.to(accelerator.device)
             anchors, is_used = anchors.to(accelerator.device), is_used.to(accelerator.device)
-            given, logits = rows.features, None
-            if given is None or config.distribution_share > 0:
-                given, logits = features(rows, with_logits=config.distribution_share > 0)
+            given, logits = features(rows, with_logits=config.distribution_share > 0)
             is_last = number + 1 == len(parts)
             with nullcontext() if is_last else accelerator.no_sync(self._model):
                 with accelerator.autocast():
