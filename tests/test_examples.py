@@ -54,6 +54,14 @@ def test_a_missing_package_is_named_with_its_installation(name, package, message
     assert finished.stderr == f"{message}\n"
 
 
+def test_a_fine_tune_and_its_drafter(tmp_path):
+    short = ("--tune-minutes", "0.01", "--train-minutes", "0.01", "--prompts", "6", "--held-out", "1")
+    output = run(EXAMPLES / "fine_tune_and_refit.py", tmp_path / "refit", *short, "--new-tokens", "8")
+    figures = re.findall(r"(?:Python|English|drafter trained on): +([\d.]+)", output)
+    assert len(figures) == 4 and min(map(float, figures)) >= 1, output
+    assert (tmp_path / "refit" / "run" / "drafter" / "model.safetensors").exists()
+
+
 def test_wrong_prompts_are_named(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
     command = [sys.executable, EXAMPLES / "data_parallel.py", tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"]
