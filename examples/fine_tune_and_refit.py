@@ -5,7 +5,8 @@
 
 The target that ships completes Python code. Here it is trained on English, the texts that Python's `help()` shows, so
 that its drafter expects other words than it says. Then `hf-ddtree train --from` trains the drafter on what the
-fine-tune says. The tokens per forward that are printed are of texts that neither has learnt. Under 20 minutes on two cores.
+fine-tune says. The tokens per forward that are printed are of texts that neither has learnt. Under 20 minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def fine_tune(
         optimizer.zero_grad()
         share = (time.perf_counter() - started) / (60 * minutes)
     model.eval()
-    return float(loss)
+    return float(loss.detach())
 
 
 def tokens_per_forward(

@@ -3,13 +3,18 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers.utils import logging
+from typer.testing import CliRunner
 
 from hf_ddtree import load_demo
+from hf_ddtree.cli import app
 from hf_ddtree.demo import demo_prompts
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -54,11 +59,24 @@ def test_a_missing_package_is_named_with_its_installation(name, package, message
     assert finished.stderr == f"{message}\n"
 
 
-def test_a_fine_tune_and_its_drafter(tmp_path):
-    short = ("--tune-minutes", "0.01", "--train-minutes", "0.01", "--prompts", "6", "--held-out", "1")
-    output = run(EXAMPLES / "fine_tune_and_refit.py", tmp_path / "refit", *short, "--new-tokens", "8")
-    figures = re.findall(r"(?:Python|English|drafter trained on): +([\d.]+)", output)
-    assert len(figures) == 4 and min(map(float, figures)) >= 1, output
+def test_a_fine_tune_and_its_drafter(tmp_path, monkeypatch, capsys):
+    """In this process, the training command as well."""
+    example = runpy.run_path(str(EXAMPLES / "fine_tune_and_refit.py"))
+
+    def train(command, check):
+        assert command[1:3] == ["-m", "hf_ddtree"] and check
+        result = CliRunner().invoke(app, command[3:])
+        assert result.exit_code == 0, result.output
+
+    monkeypatch.setitem(example["main"].__globals__, "subprocess", SimpleNamespace(run=train))
+    before = logging.get_verbosity()
+    try:
+        example["main"](tmp_path / "refit", 0.01, 0.01, prompts=6, held_out=1, new_tokens=8)
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
+    figures = re.findall(r"(?:Python|English|drafter trained on): +([\d.]+)", capsys.readouterr().out)
+    assert len(figures) == 4 and min(map(float, figures)) >= 1
     assert (tmp_path / "refit" / "run" / "drafter" / "model.safetensors").exists()
 
 
