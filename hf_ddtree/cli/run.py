@@ -95,7 +95,7 @@ def _tell_recording(recording: Mapping[str, Any], feature_size: int | None) -> N
     from ..recording.record import bytes_per_token
 
     if recording["features"] and feature_size is None:
-        typer.echo("It is not known what this drafter reads of the model, so perhaps no features.", err=True)
+        typer.echo("Nothing is known of features that this drafter reads, so tokens alone may be recorded.", err=True)
     per_token = bytes_per_token(feature_size or 0 if recording["features"] else 0)
     most = recording["max_bytes"]
     typer.echo(

@@ -15,7 +15,17 @@ from .identity import fingerprint_of
 from .record import Record
 
 # Inputs beside the prompt's tokens that change nothing of what they mean.
-TOKEN_INPUTS = frozenset({"attention_mask", "position_ids", "cache_position", "logits_to_keep"})
+TOKEN_INPUTS = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "logits_to_keep",
+        "mm_token_type_ids",
+        "position_ids",
+        "rope_deltas",
+        "token_type_ids",
+    }
+)
 # Tokens of a row whose features stay on the target's device.
 TOKENS_ON_DEVICE = 1024
 

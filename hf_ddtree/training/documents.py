@@ -87,10 +87,9 @@ class Rows:
 
     def to(self, device: torch.device) -> Rows:
         """The same on a device."""
-        fields = (self.token_ids, self.documents, self.is_counted, self.features, self.is_known)
-        token_ids, documents, is_counted, *features = (one if one is None else one.to(device) for one in fields)
-        assert token_ids is not None and documents is not None and is_counted is not None
-        return Rows(token_ids, documents, is_counted, *features)
+        features, is_known = (one if one is None else one.to(device) for one in (self.features, self.is_known))
+        tokens = (self.token_ids.to(device), self.documents.to(device), self.is_counted.to(device))
+        return Rows(*tokens, features, is_known)
 
     def positions(self) -> Tensor:
         """`(rows, length)` int64, each token's position in its document."""
