@@ -4,7 +4,7 @@ import errno
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing import get_context
 from types import SimpleNamespace
 
@@ -116,7 +116,8 @@ def test_features_of_accepted_branches(tmp_path):
     (document,) = read_recorded(tmp_path, model, (1, 2))
     given = document.features(0, len(document))
     document.features = None
-    own, _ = TargetFeatures(model, (1, 2))(PackedDocuments([document], len(document)).rows([0]))
+    with closing(TargetFeatures(model, (1, 2))) as features:
+        own, _ = features(PackedDocuments([document], len(document)).rows([0]))
     torch.testing.assert_close(given[:-1].float(), own[0, :-1], rtol=2**-8, atol=1e-5)
 
 
@@ -441,15 +442,15 @@ def test_rows_of_known_and_unknown_features_are_the_target_s(tmp_path):
     assert [one.features is not None for one in documents] == [True] * 4 + [False] * 2
     os.unlink(recorded_files(tmp_path)[0])
     rows = PackedDocuments(documents, 50).rows(range(4))
-    features = TargetFeatures(model, layer_ids)
-    given, _ = features(rows)
-    for document in documents:
-        document.features = None
-    expected, _ = features(PackedDocuments(documents, 50).rows(range(4)))
+    with closing(TargetFeatures(model, layer_ids)) as features:
+        given, _ = features(rows)
+        for document in documents:
+            document.features = None
+        expected, _ = features(PackedDocuments(documents, 50).rows(range(4)))
+        by_target, logits = features(rows, with_logits=True)
     ends = torch.ones_like(rows.is_counted)  # the last token of a text is never read
     ends[:, :-1] = rows.documents[:, 1:] != rows.documents[:, :-1]
     torch.testing.assert_close(given[~ends], expected[~ends], rtol=2**-8, atol=1e-5)
-    by_target, logits = features(rows, with_logits=True)
     torch.testing.assert_close(by_target, expected)
     assert logits is not None
     assert rows.is_known.any() and not rows.is_known.all()

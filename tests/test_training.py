@@ -6,6 +6,7 @@ import math
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,8 @@ def test_the_target_sees_each_document_alone(family):
     target = make_model(family, "sdpa")
     documents = random_documents()
     rows = PackedDocuments(documents, 40).rows(range(3))
-    features, logits = TargetFeatures(target, [0, 2])(rows, with_logits=True)
+    with closing(TargetFeatures(target, [0, 2])) as run_target:
+        features, logits = run_target(rows, with_logits=True)
     for row in range(3):
         for number in range(int(rows.documents[row].max()) + 1):
             here = rows.documents[row] == number
@@ -178,7 +180,8 @@ def test_logits_in_chunks_change_nothing(kind):
     for parameter in drafter.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
     rows = PackedDocuments(make_documents(), 48).rows(range(2))
-    features, logits = TargetFeatures(target, drafter.config.target_layer_ids)(rows, with_logits=True)
+    with closing(TargetFeatures(target, drafter.config.target_layer_ids)) as run_target:
+        features, logits = run_target(rows, with_logits=True)
     anchors, is_used = blocks_of(rows)
     results = []
     for at_once in (2**26, 2 * drafter.config.draft_length * VOCAB_SIZE):
