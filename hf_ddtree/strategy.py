@@ -23,7 +23,7 @@ from .candidate_generators import (
 )
 from .configuration import LOOKUP, DDTreeConfig
 from .decoding.batch import Batch
-from .decoding.choosing import PER_TOKEN_PROCESSORS, Chooser
+from .decoding.choosing import PER_PATH_PROCESSORS, PER_TOKEN_PROCESSORS, Chooser
 from .decoding.distributed import Processes
 from .decoding.loop import TreeDecoder
 from .decoding.sequences import RowGroup
@@ -54,17 +54,9 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 # Processors and criteria that treat each row of a batch as if it were alone, whatever its length. Exact types: a
-# subclass may do otherwise.
-ROW_WISE_PROCESSORS = PER_TOKEN_PROCESSORS | {
-    logits_process.ExponentialDecayLengthPenalty,
-    logits_process.ForcedBOSTokenLogitsProcessor,
-    logits_process.ForcedEOSTokenLogitsProcessor,
-    logits_process.MinLengthLogitsProcessor,
-    logits_process.MinNewTokensLengthLogitsProcessor,
-    logits_process.NoBadWordsLogitsProcessor,
-    logits_process.NoRepeatNGramLogitsProcessor,
-    logits_process.SequenceBiasLogitsProcessor,
-    logits_process.SuppressTokensAtBeginLogitsProcessor,
+# subclass may do otherwise. A repetition penalty knows the padding of all rows.
+ROW_WISE_PROCESSORS = (PER_TOKEN_PROCESSORS | PER_PATH_PROCESSORS | {logits_process.NoRepeatNGramLogitsProcessor}) - {
+    logits_process.RepetitionPenaltyLogitsProcessor
 }
 ROW_WISE_CRITERIA = frozenset({stopping.EosTokenCriteria, stopping.MaxLengthCriteria})
 OUTPUTS_OF_ALL_ROWS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")

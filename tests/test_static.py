@@ -94,17 +94,23 @@ def test_equals_plain_decoding(family: str) -> None:
             )
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "lfm2"])
-def test_rows_of_different_lengths(family: str) -> None:
-    """Padded at the left, accepting different lengths, some ending early."""
-    model = get_model(family)
+def uneven_rows(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, list[int]], Tensor]:
+    """Prompts padded at the left, tokens that end their rows apart, and what standard decoding makes of them."""
     mask = (torch.arange(12) >= torch.tensor([[0], [5], [8]])).long()
     ids = torch.randint(1, VOCAB_SIZE, mask.shape, generator=torch.Generator().manual_seed(3)) * mask
     inputs = {"input_ids": ids, "attention_mask": mask}
     answers = model.generate(**inputs, **GREEDY).sequences[:, 12:]
     ends = {"eos_token_id": [int(answers[0, 22]), int(answers[1, 9])]}
     plain = model.generate(**inputs, **GREEDY | ends).sequences
+    return inputs, ends, plain
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "lfm2"])
+def test_rows_of_different_lengths(family: str) -> None:
+    """Padded at the left, accepting different lengths, some ending early."""
+    model = get_model(family)
+    inputs, ends, plain = uneven_rows(model)
     for seed in range(2):
         tree = by_tree(model, inputs, plain, seed, **ends)
         assert tree.sequences.tolist() == plain.tolist() and went_into_branches(tree)
@@ -396,12 +402,7 @@ def test_commits_in_a_graph(family: str, committing: list[Uncompiled]) -> None:
 def test_commits_of_rows_in_a_graph(family: str, committing: list[Uncompiled]) -> None:
     """Of different lengths, that end one after the other in the middle of their paths."""
     model = get_model(family)
-    mask = (torch.arange(12) >= torch.tensor([[0], [5], [8]])).long()
-    ids = torch.randint(1, VOCAB_SIZE, mask.shape, generator=torch.Generator().manual_seed(3)) * mask
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    answers = model.generate(**inputs, **GREEDY).sequences[:, 12:]
-    ends = {"eos_token_id": [int(answers[0, 22]), int(answers[1, 9])]}
-    plain = model.generate(**inputs, **GREEDY | ends).sequences
+    inputs, ends, plain = uneven_rows(model)
     for seed in range(4):
         tree = by_tree(model, inputs, plain, seed, **ends)
         assert tree.sequences.tolist() == plain.tolist() and went_into_branches(tree)

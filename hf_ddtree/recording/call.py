@@ -122,7 +122,7 @@ class CallRecording:
 
 
 def start_recording(
-    folder: RecordingFolder | None,
+    folder: RecordingFolder,
     model: PreTrainedModel,
     prompt: Tensor,
     is_whole: bool,
@@ -134,14 +134,14 @@ def start_recording(
     That is so after a cache whose tokens the caller did not pass again, and with images, sounds or embeddings.
 
     Args:
-        folder: Where to; None for nowhere.
+        folder: Where to.
         model: The target.
         prompt: `(batch, length)` int64.
         is_whole: Whether it begins with the tokens of the cache that the call goes on from.
         model_kwargs: As `generate()` prepared them.
         layer_ids: The target's layers that the candidate generator reads.
     """
-    if folder is None or folder.is_off:
+    if folder.is_off:
         return None
     given = {name for name, value in model_kwargs.items() if isinstance(value, Tensor)}
     mask = model_kwargs.get("attention_mask")

@@ -39,7 +39,8 @@ def commit(
     rows.advance(list(map(len, paths)))
     committed = _CommittedPaths(paths, tree_pass.tree_batch.num_nodes, before, rows.num_cached)
     stateful = stateful_layers(cache)
-    _advance_states(stateful, tree_pass, committed)
+    if not committed.is_empty:
+        advance_alike(stateful, tree_pass, committed.on)
     _keep_conv_inputs(stateful, tree_pass, committed, keep_past)
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
@@ -72,10 +73,18 @@ def _commit_static(layer: StaticLayer, committed: _CommittedPaths, num_cached: i
     layer.cumulative_length.fill_(num_cached)
 
 
-def _advance_states(layers: list[LinearAttentionLayer], tree_pass: TreePass, committed: _CommittedPaths) -> None:
-    """Commits the recurrent states, layers that are alike together."""
-    if committed.is_empty:
-        return
+def advance_alike(
+    layers: list[LinearAttentionLayer],
+    tree_pass: TreePass,
+    paths_on: Callable[[torch.device], tuple[Tensor, Tensor | None]],
+) -> None:
+    """Commits the recurrent states, layers that are alike together.
+
+    Args:
+        layers: All that keep the inputs of a convolution.
+        tree_pass: The forward that fed them.
+        paths_on: The paths and their lengths on a device, as `advance_states` takes them.
+    """
     states = [layer.recurrent_states[0] for layer in layers if layer.recurrent_states[0] is not None]
     kinds = [
         (factors.left.device, factors.log_decay.shape, factors.left.shape, factors.right.shape)
@@ -83,7 +92,7 @@ def _advance_states(layers: list[LinearAttentionLayer], tree_pass: TreePass, com
     ]
     for (device, *_), indices in _alike(kinds):
         factors_of_kind = [tree_pass.path_factors[index] for index in indices]
-        advance_states([states[index] for index in indices], factors_of_kind, *committed.on(device))
+        advance_states([states[index] for index in indices], factors_of_kind, *paths_on(device))
 
 
 def _keep_conv_inputs(

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from ..attention.path_state import advance_states
 from ..attention.tree_pass import TreePass
 from ..devices import on_device
 from .cache_rows import CommittedRows
+from .commit import advance_alike
 from .past_recording import stateful_layers
 
 
@@ -73,9 +73,7 @@ def commit_greedy(cache: StaticCache, tree_pass: TreePass, logits: Tensor, rows:
     accepted = tree_pass.tree_batch.accepted(followed) & goes_on[:, None]
     paths = _Paths(accepted, rows.lengths)
     stateful = stateful_layers(cache)
-    recurrent = [layer.recurrent_states[0] for layer in stateful if layer.recurrent_states[0] is not None]
-    for state, factors in zip(recurrent, tree_pass.path_factors):
-        advance_states([state], [factors], paths.nodes.to(state.device), paths.counts.to(state.device))
+    advance_alike(stateful, tree_pass, paths.on)
     for layer, inputs in zip(stateful, tree_pass.conv_inputs):
         layer.conv_states[0].copy_(paths.last_inputs(inputs, layer.conv_kernel_size[0]))
     for static in cache.layers:
@@ -100,24 +98,29 @@ class _Paths:
 
     def __init__(self, accepted: Tensor, lengths: Tensor) -> None:
         self._steps = torch.arange(accepted.shape[1], device=accepted.device)
-        self._lengths = lengths
         self.counts = accepted.sum(dim=1)
         # Parents come before children, so the nodes of a path stand in its order.
         in_order = torch.where(accepted, self._steps, accepted.shape[1]).sort(dim=1).values
         last = (self.counts - 1).clamp(min=0)[:, None]
         nodes = in_order.gather(1, torch.minimum(self._steps, last))
         self.nodes = torch.where(self.counts[:, None] > 0, nodes, 0)
+        # What is fed follows the longest row.
+        self._source = lengths.max() + self.nodes
+        self._target = lengths[:, None] + self._steps
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The paths and how many nodes each has."""
+        return self.nodes.to(device), self.counts.to(device)
 
     def move(self, entries: Tensor) -> None:
         """Moves the paths' entries of a buffer `(batch, heads, length, size)` after each row's committed ones.
 
-        What is fed follows the longest row. A row that commits nothing gets zeros, as what was fed may be NaN, which
-        no mask hides.
+        A row that commits nothing gets zeros, as what was fed may be NaN, which no mask hides.
         """
-        source = self._lengths.max() + self.nodes
-        target = self._lengths[:, None] + self._steps
-        shape = (*entries.shape[:2], source.shape[1], entries.shape[3])
-        source, target = (one.to(entries.device)[:, None, :, None].expand(shape) for one in (source, target))
+        shape = (*entries.shape[:2], len(self._steps), entries.shape[3])
+        source, target = (
+            one.to(entries.device)[:, None, :, None].expand(shape) for one in (self._source, self._target)
+        )
         is_empty = (self.counts == 0).to(entries.device)[:, None, None, None]
         entries.scatter_(2, target, entries.gather(2, source).masked_fill(is_empty, 0.0))
 
